@@ -191,7 +191,7 @@ def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any
     """Returns the time of a step by the figures of the hardware, with the range of published runs."""
     from orchestrator.planning import roofline
 
-    within, network = by_distance(config.hosts, estimate, sum(found["exchanged"].values()))
+    within, network = by_distance(config.hosts, estimate, roofline.over_links(found["exchanged"]))
     work = roofline.Work(
         flops=estimate.flops_per_step / estimate.num_devices,
         state_bytes=estimate.state_bytes_per_device or 0,

@@ -8,6 +8,7 @@ and not the sum. See `orchestrator.planning.hardware` for the figures.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator.planning.hardware import Hardware
@@ -61,6 +62,12 @@ def summed_over_slices(gradient_bytes: float, slices: int) -> float:
     """Returns how much a device sends to sum its share of the gradients over the slices: a reduce-scatter and an all-gather, in
     each of which it sends all parts but its own."""
     return 2 * gradient_bytes * (slices - 1) / slices
+
+
+def over_links(exchanged: Mapping[str, float]) -> float:
+    """Returns the bytes that a device sends in a step, of those that it has after each kind of exchange. An all-reduce is a
+    reduce-scatter and an all-gather."""
+    return sum(2 * size if kind == "all-reduce" else size for kind, size in exchanged.items())
 
 
 def utilization(work: Work, hardware: Hardware) -> float:

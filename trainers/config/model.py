@@ -23,6 +23,7 @@ replica."""
 PIPELINE = "pipeline"
 """The mesh axis over which the layers of a model are divided: each coordinate is a stage. A mesh has it only if it is more than
 1."""
+TENSOR = "tensor"
 CONTEXT = "context"
 """The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
 

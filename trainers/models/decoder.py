@@ -31,6 +31,7 @@ from trainers.models.positions import Angles, rotary_angles, rotate
 from trainers.parallel import pipeline, sequence
 from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
+from trainers.parallel.token_parts import WHOLE, TokenParts
 
 Weights = dict[str, jax.Array]
 
@@ -144,19 +145,20 @@ class Decoder(nnx.Module):
         attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name, blocks_BT)
         turned = self._angles(positions_BT)
         shared = sequence.num_parts() > 1
-        placed = sequence.divided if shared else by_rows
         counted_N = counted_BT if counted_BT is None or shared else counted_BT.reshape(-1)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             (weights, local), x_ND = xs, remat.named(x_ND)
             mix = partial(attend_all, local)
-            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
-            return placed(x_ND), sums
+            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N, parts)
+            return parts.between(x_ND), sums
 
         body = remat.wrap(layer, config.remat, in_loop=True)
         # [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D].
         x_ND = sequence.divided_from_table(x_BTD) if shared else by_rows(x_BTD.reshape(-1, config.width))
-        return jax.lax.scan(body, x_ND, xs, unroll=config.unrolled(platform()))
+        parts = TokenParts.of(x_ND)
+        x_ND, sums = jax.lax.scan(body, parts.scattered(x_ND), xs, unroll=config.unrolled(platform()))
+        return parts.gathered(x_ND), sums
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens."""
@@ -210,21 +212,25 @@ class Decoder(nnx.Module):
         angles: Angles | None,
         mix: Callable[..., jax.Array],
         counted_N: jax.Array | None = None,
+        parts: TokenParts = WHOLE,
     ) -> tuple[jax.Array, RouterSums | None]:
         config, structure = self.config, self.config.structure
         with jax.named_scope("attention"):
-            normed_ND = norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND
-            query, key, value = heads_of(config, normed_ND, weights, batch, angles)
+            normed_ND = parts.gathered(norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND)
+            query, key, value = heads_of(config, normed_ND, weights, batch, angles, parts)
             # [B, T, H, C] -> [N, H * C], or [B, T, H * C].
-            mixed_ND = project(mix(query, key, value).reshape(*x_ND.shape[:-1], -1), weights, "out")
+            mixed_ND = project(parts.columns(mix(query, key, value).reshape(*x_ND.shape[:-1], -1)), weights, "out")
+            mixed_ND = parts.scattered(mixed_ND)
             added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
             x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):
-            normed_ND, sums = norm(config, x_ND, weights, "mlp_norm") if structure.pre_norms else x_ND, None
+            normed_ND = parts.gathered(norm(config, x_ND, weights, "mlp_norm") if structure.pre_norms else x_ND)
+            sums = None
             if structure.experts:
                 added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
             else:
-                added_ND = mlp(config, normed_ND, weights)
+                added_ND = mlp(config, normed_ND, weights, parts)
+            added_ND = parts.scattered(added_ND)
             added_ND = norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND
             return x_ND + times(added_ND, config.residual_multiplier), sums
 
@@ -319,12 +325,12 @@ def project(x_ND: jax.Array, weights: Weights, name: str) -> jax.Array:
 
 
 def heads_of(
-    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None
+    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, parts: TokenParts = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [B, T, H, C], key and value [B, T, K, C], turned to their places."""
 
     def heads(name: str) -> jax.Array:
-        x_NF = project(x_ND, weights, name)
+        x_NF = parts.columns(project(x_ND, weights, name))
         if config.structure.whole_qk_norm and name != "value":
             x_NF = norm(config, x_NF, weights, f"{name}_norm")
         x_BTHC = x_NF.reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
@@ -339,10 +345,10 @@ def heads_of(
     return heads("query"), heads("key"), heads("value")
 
 
-def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights) -> jax.Array:
+def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights, parts: TokenParts = WHOLE) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down (Shazeer, 2020); without a gate activation(x up) down."""
-    up, act = project(x_ND, weights, "up"), activation(config)
-    inner = act(project(x_ND, weights, "gate")) * up if config.structure.gated else act(up)
+    up, act = parts.columns(project(x_ND, weights, "up")), activation(config)
+    inner = act(parts.columns(project(x_ND, weights, "gate"))) * up if config.structure.gated else act(up)
     return project(inner, weights, "down")
 
 

@@ -19,14 +19,13 @@ from jax.sharding import PartitionSpec
 
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.model import CONTEXT
+from trainers.config.model import CONTEXT, TENSOR
 from trainers.parallel.mesh import dividing, in_stage, traced_for
 
 Weights = dict[str, jax.Array]
 Activation = Callable[[jax.Array], jax.Array]
 
-EXPERT, TENSOR = "expert", "tensor"
-"""Axes of the mesh."""
+EXPERT = "expert"
 WITH_TIME = 3
 """The dimensions of tokens [B, T, D]."""
 

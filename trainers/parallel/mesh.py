@@ -15,18 +15,18 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-from trainers.config.model import CONTEXT, PIPELINE, SLICE, batch_axes, num_replicas, stage_axes
+from trainers.config.model import CONTEXT, PIPELINE, SLICE, TENSOR, batch_axes, num_replicas, stage_axes
 from trainers.config.pipeline import PipelineConfig
 
 LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
-    "vocab": "tensor",
+    "vocab": TENSOR,
     "embed": ("fsdp", CONTEXT),
     # Of scales and biases: to gather so few numbers in each layer would take longer than to add up their gradients once.
     "norm": None,
-    "mlp": "tensor",
+    "mlp": TENSOR,
     "experts": "expert",
-    "heads": "tensor",
-    "kv_heads": "tensor",
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
     "head_dim": None,
     "layers": PIPELINE,
 }

@@ -12,13 +12,11 @@ from flax import nnx
 
 from trainers.config import divisions
 from trainers.config.divisions import Shared
-from trainers.config.model import CONTEXT, PIPELINE
+from trainers.config.model import CONTEXT, PIPELINE, TENSOR
 from trainers.errors import UsageError
 from trainers.models.decoder import Decoder
 from trainers.models.encoder import Encoder
 from trainers.parallel import mesh as meshes
-
-TENSOR = "tensor"
 
 
 def shared_of(model: nnx.Module) -> Iterator[Shared]:

@@ -130,8 +130,10 @@ GRADIENTS = LAYERS * OF_LAYER + NORMS + 2 * TABLE
             {"fsdp": 2 * LAYERS * OF_LAYER + (GRADIENTS - TABLE) + TABLE + 2 * ACTIVATIONS / 4},
         ),
         # Sums of activations: in each layer of the output, again for it, and of the gradients by queries, keys and values; of the
-        # MLP, and of the gradients by gate and up; of the table and the logits.
-        ({"data": 1, "tensor": 2}, {"tensor": (LAYERS * (5 + 3) + 2) * ACTIVATIONS}),
+        # MLP, and of the gradients by gate and up; of the table and the logits. Each device keeps its part of them (the compiler
+        # for CPUs has no reduce-scatter), and they are gathered: before both, again before both, and after both backward; after
+        # the last layer, and before the first one backward.
+        ({"data": 1, "tensor": 2}, {"tensor": (LAYERS * (5 + 3) + 2 + LAYERS * 6 + 2) * ACTIVATIONS}),
         # The share of a device of the gradients goes to the other slice, once; what no axis divides is summed over all devices.
         (
             {"slice": 2, "data": 1, "fsdp": 2},
