@@ -46,12 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_FITS
 
 
-def facts(config: Any) -> dict[str, Any]:
-    """Returns the numbers of the compiled step. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
+def facts(config: Any, room: float | None = None) -> dict[str, Any]:
+    """Returns the numbers of the compiled step. `room`: the bytes of a device, for `model.remat: auto`; None: those that its
+    figures tell. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
     from cluster.hosts import compiler_flags
     from cluster.hosts import config as hosts_config
     from cluster.hosts.tpu import topology_name
-    from orchestrator.planning.child import Child
+    from orchestrator.planning import hardware, memory
+    from orchestrator.planning.child import TIMEOUT_S, Child
+    from trainers.config.model import AUTO, CHOICES
 
     hosts = config.hosts
     devices: dict[str, Any] = {"kind": hosts.kind, "count": hosts_config.num_devices(hosts)}
@@ -63,7 +66,10 @@ def facts(config: Any) -> dict[str, Any]:
         devices |= {"topology": topology_name(hosts.accelerator, hosts.topology), "slices": hosts_config.max_slices(hosts)}
     else:
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices['count']}"
-    with Child("trainers.planning.program", config, {"devices": devices}, env) as child:
+    if room is None and (known := memory.room(hosts, hardware.of(hosts.kind, hosts.accelerator, None))) is not None:
+        room = known.of_device
+    tries = len(CHOICES) if config.training.model.remat == AUTO else 1
+    with Child("trainers.planning.program", config, {"devices": devices, "room": room}, env, tries * TIMEOUT_S) as child:
         return child.facts()
 
 
@@ -79,6 +85,10 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         f"memory           {scaled(memory['peak'])}B of a device at the peak: {scaled(memory['arguments'])}B for state and batch,"
         " the rest for gradients and activations"
     )
+    if memory.get("host"):
+        yield f"  of its host    {scaled(memory['host'])}B, which it reads and writes in a step"
+    if "remat" in found:
+        yield f"remat            {remat(found['remat'])}"
     whole = ", ".join(f"{leaf} ({scaled(size)}B)" for leaf, size in found["whole"].items())
     yield f"not divided      {whole or 'no large array'}"
     yield "exchanged        by one device in a step:"
@@ -91,6 +101,15 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     between = sum(size for axes, size in found["exchanged_over"].items() if "slice" in axes.split(" x "))
     if between:
         yield f"  between slices     {scaled(between)}B, over the slower network"
+
+
+def remat(tried: list[Any]) -> str:
+    """Returns what `model.remat: auto` comes to, and why."""
+    from orchestrator.planning.report import scaled
+
+    *others, (policy, _) = tried
+    needs = "; ".join(f"{other}: {'more than there is' if need is None else f'{scaled(need)}B'}" for other, need in others)
+    return policy + (f" ({needs})" if needs else "")
 
 
 def _by_kind(exchanged: list[Any]) -> dict[str, dict[str, int]]:

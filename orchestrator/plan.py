@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) -> dict[str, Any]:
     """Returns the plan; with `remedies` also what makes a step fit that does not. Raises ConfigError with what is wrong, and
     PlanError if the compiler failed."""
+    from orchestrator import compile as compiling
+    from orchestrator.config.job import build, to_dict
     from orchestrator.planning import hardware, memory, report
 
     estimate = report.check(config)
@@ -99,6 +101,10 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
         "state_bytes_per_device": estimate.state_bytes_per_device,
         "exchanged": exchanged(facts),
     }
+    if tried := facts.get("remat"):
+        # A trial takes the time of what was chosen.
+        config = build(to_dict(config), overrides=[f"model.remat={tried[-1][0]}"])
+        found["remat"] = compiling.remat(tried)
     return found | timed(config, estimate, found, device, options)
 
 
@@ -110,7 +116,7 @@ def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[st
     from orchestrator.planning.memory import DOES_NOT_FIT
 
     def facts_of(config: Any) -> dict[str, Any]:
-        facts = compiling.facts(config)
+        facts = compiling.facts(config, None if room is None else room.of_device)
         if room is not None and (why := room.lacks(facts["memory"])):
             raise ConfigError(config.training.name, [why])
         return facts
@@ -122,6 +128,8 @@ def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[st
             raise
         problem = error.last_line
     for override, why in SMALLER if remedies else ():
+        if override == "model.remat=full" and config.training.model.remat == "auto":
+            continue  # tried already
         changed = override.format(twice=2 * config.training.accumulation_steps)
         try:
             facts = facts_of(build(to_dict(config), overrides=[changed]))
@@ -305,6 +313,10 @@ def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
         state, rest = memory["arguments"], max(0, memory["peak"] - memory["arguments"])
         peak = f"{scaled(memory['peak'])}B of a device at the peak{of}"
         yield f"memory           {peak}: state and batch {scaled(state)}B, the rest {scaled(rest)}B"
+        if memory.get("host"):
+            yield f"  of its host    {scaled(memory['host'])}B, read and written in a step (its time is not in that of a step)"
+    if found.get("remat"):
+        yield f"remat            {found['remat']}"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,16 @@ class PlanError(Exception):
 class Child:
     """The process. It starts at once, and is killed at the end of the `with` if it is still there."""
 
-    def __init__(self, module: str, config: JobConfig, request: Mapping[str, Any], env: Mapping[str, str]):
+    def __init__(
+        self,
+        module: str,
+        config: JobConfig,
+        request: Mapping[str, Any],
+        env: Mapping[str, str],
+        timeout_s: float = TIMEOUT_S,
+    ):
         """`module` is run with the arguments of the run and `request`."""
-        self.module, self.name = module, config.training.name
+        self.module, self.name, self.timeout_s = module, config.training.name, timeout_s
         # Not pipes: a child that prints much would wait for somebody to read, and nobody does while Ray starts.
         self._given, self._answer, self._errors = (tempfile.TemporaryFile("w+") for _ in range(3))  # noqa: SIM115 - closed by __exit__
         asked = {"arguments_class": config.arguments_class, "arguments": asdict(config.training), **request}
@@ -61,11 +68,11 @@ class Child:
 
     def _read(self) -> dict[str, Any]:
         try:
-            status = self._process.wait(TIMEOUT_S)
+            status = self._process.wait(self.timeout_s)
         except subprocess.TimeoutExpired as error:
             raise PlanError(
-                f"python -m {self.module} has not answered within {TIMEOUT_S:.0f} s: does data.dataset or the model wait for "
-                "something?"
+                f"python -m {self.module} has not answered within {self.timeout_s:.0f} s: does data.dataset or the model wait "
+                "for something?"
             ) from error
         if status != 0:
             self._errors.seek(0)

@@ -18,7 +18,7 @@ from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
 from trainers.config import pipeline
 from trainers.config.attention import choose, choose_exchange
-from trainers.config.model import CONTEXT, PIPELINE, num_replicas
+from trainers.config.model import AUTO, CHOICES, CONTEXT, PIPELINE, num_replicas
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -53,6 +53,8 @@ class PlanReport:
     """Where they come from; without those that cannot be seen from here."""
     checkpoint_bytes: int | None = None
     state_bytes_per_device: int | None = None
+    host_bytes_per_device: int = 0
+    """What of the state lies in the host's memory."""
     left_whole: Sequence[str] = ()
     """A line for each kind of dimension of the parameters that an axis of the mesh shall divide and does not."""
     padded_rows_per_step: int = 0
@@ -174,7 +176,8 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["experts"] = _experts(config, report)
     if report.num_layers is not None:
         kind = config.hosts.kind
-        how = "one by one" if config.training.model.unrolled(kind) else "as a loop"
+        is_auto = config.training.model.remat == AUTO
+        how = "one by one" if config.training.model.unrolled(kind, CHOICES[0] if is_auto else None) else "as a loop"
         lines["layers"] = f"{report.num_layers}, compiled {how} on {kind} hosts"
         needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
         choice = choose(config.training.model.attention, kind, needs)
@@ -186,6 +189,10 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
             lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+        if report.host_bytes_per_device:
+            lines["  of its host"] = f"{scaled(report.host_bytes_per_device)}B (optimizer.offload), beside that"
+    if config.training.model.remat == AUTO:
+        lines["remat"] = f"the first that fits of {', '.join(CHOICES)}, when the step is compiled (`gangway compile` tells which)"
     if report.left_whole:
         lines["not divided"] = ("\n#" + " " * 19).join(report.left_whole)
     if report.frozen_bytes_per_device is not None:

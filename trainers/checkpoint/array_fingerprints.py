@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainers.parallel import host_memory
+
 MULTIPLIERS = (0x9E3779B1, 0xC2B2AE3D)
 """One for each of two lanes: a single lane of 32 bits would miss one in 2**32 changes."""
 
@@ -30,15 +32,33 @@ def measured(tree: Any) -> jax.Array:
     groups: dict[Any, list[int]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for index, (path, leaf) in enumerate(leaves):
-        groups.setdefault((_parameter_names(path), leaf.shape, leaf.dtype), []).append(index)
+        of_layers = host_memory.is_on_host(leaf) and leaf.ndim >= host_memory.STACKED
+        groups.setdefault((_parameter_names(path), leaf.shape, leaf.dtype, of_layers), []).append(index)
     fingerprint_of: dict[int, jax.Array] = {}
-    for members in groups.values():
-        words = [_bits(leaves[index][1]) for index in members]
-        # [members, ...] uint32 each -> [members, 3].
-        rows = _sums(*(jnp.stack(each) for each in zip(*words, strict=True)))
+    for (*_, of_layers), members in groups.items():
+        stacks = [leaves[index][1] for index in members]
+        rows = _sums_by_layers(stacks) if of_layers else _sums_of(host_memory.to_device(stacks))
         fingerprint_of.update(zip(members, rows, strict=True))
     # In the order of the leaves: `leaf_names` gives the names of the rows.
     return jnp.stack([fingerprint_of[index] for index in range(len(leaves))])
+
+
+def _sums_of(members: Sequence[jax.Array], first: Any = None) -> jax.Array:
+    """Returns uint32[members, 3]. `first`: the arrays are slices of larger ones, and begin with this
+    index; None: they are whole."""
+    bits, not_finite = zip(*map(_bits, members), strict=True)
+    # [members, ...] uint32 each -> [members, 3].
+    return _sums(jnp.stack(bits), jnp.stack(not_finite), first)
+
+
+def _sums_by_layers(stacks: Sequence[jax.Array]) -> jax.Array:
+    """Returns what `_sums_of` does, for arrays in the hosts' memory, of which the devices get a slice at a time."""
+    zeros = jnp.zeros((len(stacks), len(MULTIPLIERS) + 1), jnp.uint32)
+
+    def add(index: Any, sums: jax.Array) -> jax.Array:
+        return sums + _sums_of(host_memory.taken(stacks, index), index.astype(jnp.uint32))
+
+    return jax.lax.fori_loop(0, stacks[0].shape[0], add, zeros)
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -62,12 +82,13 @@ def _parameter_names(path: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _sums(bits: jax.Array, not_finite: jax.Array) -> jax.Array:
-    """Returns the sums of the two lanes, and of `not_finite`: [M, ...] -> [M, 3]."""
+def _sums(bits: jax.Array, not_finite: jax.Array, first: Any = None) -> jax.Array:
+    """Returns the sums of the two lanes, and of `not_finite`: [M, ...] -> [M, 3]. `first`: as of `_sums_of`."""
     position = jnp.zeros((), jnp.uint32)
     for dimension in range(1, bits.ndim):
         # The index in the whole array, not in a shard: so the result is the same on any mesh.
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension)
+        index = index + first if first is not None and dimension == 1 else index
         # It wraps modulo 2**32, on purpose: positions need only be distinguished.
         position = position * jnp.uint32(2654435761) + index
     lanes = (*(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS), not_finite)

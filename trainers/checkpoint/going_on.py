@@ -30,6 +30,7 @@ EFFECTS = {
     # The weights themselves are compared, wherever they are.
     "lora.base": HARMLESS,
     **dict.fromkeys(("mesh", "model.remat", "model.attention", "model.context_attention", "model.grouped_product"), ROUNDING),
+    "optimizer.offload": ROUNDING,
     **dict.fromkeys(("lora.base_dtype", "frozen", "accumulation_steps", "hosts", "devices"), ROUNDING),
 }
 """By the longest beginning of a key; all other settings make another experiment of the run."""
@@ -81,6 +82,12 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
     if num_devices is not None and trained_on is not None and trained_on != num_devices:
         found.append(Change("devices", trained_on, num_devices, ROUNDING))
     return found
+
+
+def of_the_step(arguments: TrainingArguments) -> dict[str, Any]:
+    """Returns the settings that a train step may be made from, by their keys: all but those that are harmless, and the ends."""
+    settings = dict(_flat(json.loads(json.dumps(masked(asdict(arguments))))))
+    return {key: value for key, value in settings.items() if key not in END and _effect(key, arguments) != HARMLESS}
 
 
 def notes(step: int, found: Iterable[Change]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -98,8 +98,22 @@ class MeshConfig(Section):
         return {name: size for name, size in found.items() if name not in OPTIONAL or size > 1}
 
 
-REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
-"""Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
+REMAT = (
+    *("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable", "save_dot_except_mlp", "save_qkv_proj"),
+    *("minimal_offloaded", "qkv_proj_offloaded"),
+)
+"""Values of `model.remat` that say what is kept: names of `jax.checkpoint_policies`, and policies of MaxText."""
+TO_HOST = ("minimal_offloaded", "qkv_proj_offloaded")
+"""Those that keep it in the memory of the devices' hosts."""
+AUTO = "auto"
+"""The value of `model.remat` that leaves the choice to the run."""
+CHOICES = ("none", "dots_with_no_batch_dims_saveable", "save_dot_except_mlp", "full")
+"""Among which `auto` chooses: each keeps less than the one before, and computes more again. To try one takes a compilation."""
+REMAT_OF_OTHERS = {
+    **dict.fromkeys(("minimal", "minimal_with_context"), "dots_with_no_batch_dims_saveable"),
+    **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp", "save_out_proj"), "save_dot_except_mlp"),
+}
+"""Policies of MaxText that keep as much as one of ours, or a little more or less: our name of it."""
 
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_divisor")
@@ -238,9 +252,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """Whether the table of embeddings is also the matrix that gives the logits."""
     remat: str = "none"
-    """The activations of a layer that are computed again in the backward pass, to save memory. `full`: all of them.
-    `dots_saveable`: all but the products of matrices; `dots_with_no_batch_dims_saveable`: all but the products with weights.
-    The results are the same up to rounding."""
+    """The activations of a layer that are computed again in the backward pass, to save memory. `full`: all of them. `auto`: as
+    few as the memory of the devices allows; it is chosen when the step is first compiled, and kept with the run. The other names
+    say what is kept (`docs/models.md`, Memory). The results are the same up to rounding."""
     attention: str = "auto"
     """What computes the attention: `xla` (all scores in memory), `blockwise` (those of a few tokens at a time), `cudnn` (GPUs),
     `splash` (TPUs), or `package.module:function` (`trainers.models.attention_kernels.Kernel`). `auto`: by platform, length and
@@ -278,8 +292,7 @@ class ModelConfig(Section):
             yield f"width = {self.width}: expected an even number of channels for each of the {self.num_heads} heads (num_heads)"
         if self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"
-        if self.remat not in REMAT:
-            yield f"remat = {self.remat!r}: expected one of {', '.join(REMAT)}{did_you_mean(self.remat, REMAT)}"
+        yield from problems_of_remat(self.remat, (*REMAT, AUTO))
         if self.attention not in KERNELS and ":" not in self.attention:
             expected = f"expected one of {', '.join(KERNELS)}, or package.module:function"
             yield f"attention = {self.attention!r}: {expected}{did_you_mean(self.attention, KERNELS)}"
@@ -327,14 +340,21 @@ class ModelConfig(Section):
         is_rotary = self.structure.positions == "rotary"
         return all_but_every(self.unturned_every, self.num_layers) if is_rotary else (False,) * self.num_layers
 
-    def unrolled(self, platform: str | None) -> bool:
-        """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""
-        return unrolled(self.num_layers, self.remat, platform)
+    def unrolled(self, platform: str | None, remat: str | None = None) -> bool:
+        """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop. `remat`:
+        what was chosen, where `model.remat` is `auto`."""
+        return unrolled(self.num_layers, remat or self.remat, platform)
 
 
 def all_but_every(every: int | None, num_layers: int) -> tuple[bool, ...]:
     """Returns False for every so manieth layer, and True for the others; None: True for all."""
     return tuple(every is None or (layer + 1) % every != 0 for layer in range(num_layers))
+
+
+def problems_of_remat(remat: str, known: Sequence[str] = REMAT) -> Iterator[str]:
+    if remat not in known:
+        near = f"; did you mean {REMAT_OF_OTHERS[remat]}?" if remat in REMAT_OF_OTHERS else did_you_mean(remat, known)
+        yield f"remat = {remat!r}: expected one of {', '.join(known)}{near}"
 
 
 def unrolled(num_layers: int, remat: str, platform: str | None) -> bool:

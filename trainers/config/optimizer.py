@@ -112,6 +112,9 @@ class ParameterGroup(Section):
 # Those whose function of optax takes a type for its first moment (`mu_dtype`, `accumulator_dtype`).
 MOMENT_DTYPE_TAKEN = ("adamw", "adam", "lion", "sgd", "muon")
 
+OFFLOADED = ("adamw", "adam", "lion", "sgd", "rmsprop")
+"""Those that compute each value of an update from the same value of the gradient, the parameter and the moments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
@@ -133,6 +136,9 @@ class OptimizerConfig(Section):
     moment_dtype: Literal["float32", "bfloat16"] | None = None
     """The dtype of the first moment; null: float32, whatever `param_dtype` is. All else that an optimizer keeps is float32: a
     second moment in bfloat16 no longer moves at half of its value."""
+    offload: Literal["none", "host"] = "none"
+    """`host`: the moments lie in the memory of the devices' hosts, and each step brings them to the devices a layer at a time. It
+    takes the time of reading and writing them once a step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with settings of their own, or frozen. The first group that matches counts."""
@@ -156,6 +162,11 @@ class OptimizerConfig(Section):
             yield (
                 f"moment_dtype = {self.moment_dtype!r}: {self.name} keeps its moments as they are; leave it out, or use one of "
                 f"{', '.join(MOMENT_DTYPE_TAKEN)}"
+            )
+        if self.offload == "host" and self.name not in OFFLOADED:
+            yield (
+                f"offload = 'host': {self.name} may need several values of a parameter at once, and the devices get a layer at a "
+                f"time; set offload: none, or use one of {', '.join(OFFLOADED)}"
             )
         if self.name == "schedule_free_adamw" and self.schedule.name != "constant":
             yield (

@@ -88,6 +88,11 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
             f"mesh.pipeline = {stages}: the layers of an encoder (vision) are not divided into stages; use mesh.fsdp or "
             "mesh.tensor for these devices"
         )
+    if arguments.optimizer.offload == "host":
+        yield (
+            f"optimizer.offload = 'host': expected none with mesh.pipeline = {stages}, where each device has other layers: "
+            "no loop brings their moments one by one; mesh.fsdp divides them, too"
+        )
     if arguments.lora is not None and arguments.lora.dropout:
         yield (
             f"lora.dropout = {arguments.lora.dropout}: expected 0 with mesh.pipeline = {stages}, where each micro-batch would "

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainers.config.families import ENCODERS, Family, biased, misspelt
-from trainers.config.model import REMAT, unrolled
-from trainers.config.section import Section, did_you_mean, require_none, too_small
+from trainers.config.model import problems_of_remat, unrolled
+from trainers.config.section import Section, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class VisionConfig(Section):
     image_token: int | None = None
     """The token of the decoder's vocabulary that stands for a part of an image."""
     remat: str = "none"
-    """As `model.remat`."""
+    """As `model.remat`, but for `auto`."""
 
     def __post_init__(self):
         sizes = ("image_size", "patch_size", "num_channels", "width", "num_layers", "num_heads", "mlp_width", "num_labels")
@@ -56,8 +56,7 @@ class VisionConfig(Section):
             yield f"patch_size = {self.patch_size}: expected a divisor of image_size ({self.image_size})"
         if self.width % self.num_heads:
             yield f"num_heads = {self.num_heads}: expected a divisor of width ({self.width})"
-        if self.remat not in REMAT:
-            yield f"remat = {self.remat!r}: expected one of {', '.join(REMAT)}{did_you_mean(self.remat, REMAT)}"
+        yield from problems_of_remat(self.remat)
         if self.num_labels is not None and self.family != "vit":
             yield f"num_labels = {self.num_labels}: family {self.family} has no head that scores classes; leave it out"
         if self.attention_pooling and self.family != "siglip":

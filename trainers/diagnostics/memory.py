@@ -11,8 +11,11 @@ from typing import Any
 import jax
 
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.config.model import num_replicas
+from trainers.config.model import PIPELINE, num_replicas
+from trainers.config.optimizer import OFFLOADED
+from trainers.diagnostics.room import DoesNotFit
 from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
+from trainers.parallel import host_memory
 from trainers.step.state import TrainState
 from trainers.tasks.causal_lm import CausalLMTask
 
@@ -61,6 +64,8 @@ class Change:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is the error of the runtime or the compiler that a device has no memory left."""
+    if isinstance(error, DoesNotFit):
+        return True
     message = str(error).lower()
     # By the text: JAX raises one type for all errors of the runtime.
     return isinstance(error, jax.errors.JaxRuntimeError) and any(sign in message for sign in OUT_OF_MEMORY_SIGNS)
@@ -103,7 +108,12 @@ def advice(error: BaseException, used: Usage, arguments: TrainingArguments, size
 def changes(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> list[Change]:
     """Returns what to change, at least one change. First come changes that cost only time, and leave the results the same."""
     free = sorted(_without_effect(used, arguments, sizes), key=lambda change: -(change.saved or 0))
-    return [*free, *_with_effect(used, arguments), Change("more devices, or a smaller model", None)]
+    return [
+        *free,
+        *_by_host(used, arguments, sizes),
+        *_with_effect(used, arguments),
+        Change("more devices, or a smaller model", None),
+    ]
 
 
 def _without_effect(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> Iterator[Change]:
@@ -113,12 +123,21 @@ def _without_effect(used: Usage, arguments: TrainingArguments, sizes: dict[str, 
         text = f"accumulation_steps {steps} -> {2 * steps} (micro-batches of {rows // 2} sequences, not {rows})"
         yield Change(text, _half(used.temporaries))
     if arguments.model.remat == "none" and issubclass(load_object(arguments.task), CausalLMTask):  # other tasks need not heed it
-        yield Change("model.remat none -> full (activations are computed again: a step takes about a third longer)", None)
+        text = "model.remat none -> auto (activations are computed again, as many as must be: a step takes up to a third longer)"
+        yield Change(text, None)
     if sizes["data"] > 1 and used.divided:
         wider = sizes["data"] * sizes["fsdp"]
         text = f"mesh.fsdp {sizes['fsdp']} -> {wider}, mesh.data {sizes['data']} -> 1 (parameters and moments are shared out)"
         # Each device keeps 1 / data of what it held.
         yield Change(text, used.divided * (sizes["data"] - 1) // sizes["data"])
+
+
+def _by_host(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> Iterator[Change]:
+    # On a CPU the devices' memory is that of the host.
+    can = jax.default_backend() != "cpu" and arguments.optimizer.name in OFFLOADED and sizes.get(PIPELINE, 1) == 1
+    if arguments.optimizer.offload == "none" and can and used.optimizer >= used.parameters:
+        text = "optimizer.offload none -> host (moments lie in the hosts' memory, and are read and written once a step)"
+        yield Change(text, used.optimizer)
 
 
 def _with_effect(used: Usage, arguments: TrainingArguments) -> Iterator[Change]:
@@ -132,7 +151,10 @@ def _with_effect(used: Usage, arguments: TrainingArguments) -> Iterator[Change]:
 
 
 def bytes_on_a_device(leaf: Any) -> int:
+    """Returns 0 for what lies in the host's memory."""
     sharding = getattr(leaf, "sharding", None)
+    if getattr(sharding, "memory_kind", None) == host_memory.KIND:
+        return 0
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 

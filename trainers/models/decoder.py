@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
             if (stages := pipeline.mesh_of(batch, config.num_layers)) is None:
                 x_ND, sums = self._through(embedded_BTD, of_rows, xs)
             else:
-                in_turns = partial(remat.in_turns, policy=config.remat)
+                in_turns = partial(remat.in_turns, policy=remat.resolved(config.remat))
                 x_BTD, sums = pipeline.through_stages(stages, self._stage, embedded_BTD, of_rows, xs, in_turns)
                 x_ND = by_rows(x_BTD.reshape(-1, config.width))
         x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)
@@ -141,6 +141,7 @@ class Decoder(nnx.Module):
         """Returns what the layers `xs` make of x, [B * T, D] (where several devices share a sequence [B, T, D]), and the routers'
         sums of each of them."""
         config, (batch, time, _) = self.config, x_BTD.shape
+        policy = remat.resolved(config.remat)
         positions_BT, segments_BT, counted_BT, blocks_BT = of_rows
         attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name, blocks_BT)
         turned = self._angles(positions_BT)
@@ -153,11 +154,11 @@ class Decoder(nnx.Module):
             x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N, parts)
             return parts.between(x_ND), sums
 
-        body = remat.wrap(layer, config.remat, in_loop=True)
+        body = remat.wrap(layer, policy, in_loop=True)
         # [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D].
         x_ND = sequence.divided_from_table(x_BTD) if shared else by_rows(x_BTD.reshape(-1, config.width))
         parts = TokenParts.of(x_ND)
-        x_ND, sums = jax.lax.scan(body, parts.scattered(x_ND), xs, unroll=config.unrolled(platform()))
+        x_ND, sums = jax.lax.scan(body, parts.scattered(x_ND), xs, unroll=config.unrolled(platform(), policy))
         return parts.gathered(x_ND), sums
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -320,7 +321,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
 def project(x_ND: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Returns x @ weight, plus what the adapter and the bias make, if the layer has them."""
-    y = lora.added(x_ND @ weights[name], x_ND, weights, name)
+    y = remat.product(lora.added(x_ND @ weights[name], x_ND, weights, name), name)
     return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+
+from trainers.config.model import AUTO
+from trainers.parallel import host_memory
 
 LAYER_INPUT = "layer_input"
 """The name of what a layer reads, in the program."""
@@ -14,14 +19,39 @@ MOVES = ("gather", "dynamic_slice", "squeeze", "transpose")
 """Of which operations the weights of a turn are made (`in_turns`)."""
 
 
+QKV = ("query", "key", "value")
+"""The products that `product` has named, before their norms and rotation."""
+
+_chosen: ContextVar[str] = ContextVar("remat", default="none")
+
+
+def choosing(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Returns `function`, to be jitted, whose models have `policy` where their setting is `auto`."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        token = _chosen.set(policy)
+        try:
+            return function(*args)
+        finally:
+            _chosen.reset(token)
+
+    return traced
+
+
+def resolved(policy: str) -> str:
+    """Returns what a setting means in the program that is traced. Without gradients `auto` computes nothing again."""
+    return _chosen.get() if policy == AUTO else policy
+
+
 def wrap(function: Callable[..., Any], policy: str, *, in_loop: bool = False) -> Callable[..., Any]:
-    """Returns `function` with its activations checkpointed. `policy` is a value of `model.remat`: `none`, `full`, or a policy of
-    `jax.checkpoint_policies` that takes no arguments.
+    """Returns `function` with its activations checkpointed. `policy` is a value of `model.remat`: `none`, `full`, a policy of
+    `jax.checkpoint_policies` that takes no arguments, one of POLICIES, or `auto`.
 
     `in_loop`: it is the body of a `scan` that is compiled as a loop. Else the compiler is kept from merging the second
     computation with the first, which would bring the memory back.
     """
-    if policy == "none":
+    if (policy := resolved(policy)) == "none":
         return function
     return jax.checkpoint(function, policy=_saveable(policy), prevent_cse=not in_loop)
 
@@ -29,6 +59,11 @@ def wrap(function: Callable[..., Any], policy: str, *, in_loop: bool = False) ->
 def named(x: jax.Array) -> jax.Array:
     """Returns what a layer reads, with a name for `in_turns`."""
     return checkpoint_name(x, LAYER_INPUT)
+
+
+def product(x: jax.Array, name: str) -> jax.Array:
+    """Returns the product of activations with the matrix `name` of a layer, with a name for POLICIES."""
+    return checkpoint_name(x, name)
 
 
 def in_turns(function: Callable[..., Any], policy: str, held: Collection[tuple[int, ...]]) -> Callable[..., Any]:
@@ -48,5 +83,18 @@ def in_turns(function: Callable[..., Any], policy: str, held: Collection[tuple[i
     return jax.checkpoint(function, policy=saveable, prevent_cse=False)
 
 
+POLICIES: dict[str, Callable[[], Callable[..., Any]]] = {
+    "save_dot_except_mlp": lambda: jax.checkpoint_policies.save_only_these_names(*QKV, "out"),
+    "save_qkv_proj": lambda: jax.checkpoint_policies.save_only_these_names(*QKV),
+    "minimal_offloaded": lambda: jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", host_memory.KIND),
+    "qkv_proj_offloaded": lambda: jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=list(QKV), offload_src="device", offload_dst=host_memory.KIND
+    ),
+}
+"""Policies by the names that MaxText has for them."""
+
+
 def _saveable(policy: str) -> Callable[..., Any]:
+    if policy in POLICIES:
+        return POLICIES[policy]()
     return jax.checkpoint_policies.nothing_saveable if policy == "full" else getattr(jax.checkpoint_policies, policy)

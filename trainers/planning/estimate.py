@@ -34,6 +34,7 @@ from trainers.loop import start_from
 from trainers.loop.frozen import check_same
 from trainers.loop.hooks import overrides
 from trainers.optim.param_groups import parameter_paths
+from trainers.parallel import host_memory
 from trainers.planning import evaluations, first_batch, padding
 from trainers.planning.problems import attempt
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
@@ -295,7 +296,12 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         axes, sizes = (trainer.assembly.design.axes, trainer.assembly.design.state_axes), arguments.check_devices(num_devices)
         trainer.assembly.design.check_mesh(sizes)
         facts["left_whole"] = trainer.assembly.design.left_whole(sizes)
-        facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
+        whole = state_bytes_per_device(state, axes, sizes)
+        # Moments alone are in the opt_state that is offloaded, divided as their parameters are.
+        offloaded = state_bytes_per_device(state, axes, sizes, offloaded=True) if arguments.optimizer.offload == "host" else 0
+        facts["state_bytes_per_device"] = whole - offloaded
+        if offloaded:
+            facts["host_bytes_per_device"] = offloaded
         if frozen:
             facts["frozen_bytes_per_device"] = frozen_bytes_per_device(frozen, sizes)
     return facts
@@ -330,11 +336,14 @@ def check_loss(
     jax.eval_shape(traced, state, batch, dict(frozen))
 
 
-def state_bytes_per_device(state: TrainState, axes: tuple[Any, Any], mesh_sizes: Mapping[str, int]) -> int:
+def state_bytes_per_device(
+    state: TrainState, axes: tuple[Any, Any], mesh_sizes: Mapping[str, int], *, offloaded: bool = False
+) -> int:
     """Returns the bytes of the state on one device; activations and gradients come on top. `axes` are those of the parameters
-    and of the model's other state."""
-    shardings = jax.tree.leaves(state_shardings(abstract_mesh(mesh_sizes), state, *axes))
-    leaves = zip(jax.tree.leaves(state), shardings, strict=True)
+    and of the model's other state. `offloaded`: of what `optimizer.offload` takes to its host alone."""
+    shardings = state_shardings(abstract_mesh(mesh_sizes), state, *axes)
+    pairs = zip(*map(jax.tree.leaves, (state.opt_state, shardings.opt_state) if offloaded else (state, shardings)), strict=True)
+    leaves = [(leaf, sharding) for leaf, sharding in pairs if not offloaded or host_memory.is_offloaded(leaf)]
     return sum(num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in leaves)
 
 

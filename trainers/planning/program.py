@@ -2,8 +2,9 @@
 
 `python -m trainers.planning.program` reads JSON and writes JSON.
 
-In: {"arguments_class", "arguments", "devices": {"kind", "count", "topology", "slices"}}. Out: {"problems": [one line each, empty
-if it compiles and fits], "facts": {...}}.
+In: {"arguments_class", "arguments", "devices": {"kind", "count", "topology", "slices"}, "room": bytes of a device, or null}. Out:
+{"problems": [one line each, empty if it compiles and fits], "facts": {...}}. The room is for `model.remat: auto` alone: others
+judge whether the step fits in it.
 
 For TPUs XLA's own compiler for them is used, which the package `libtpu` brings. It knows the memory of a chip, and the topology.
 For GPUs and CPUs as many CPU devices are made as the run has: sharding and exchanges are those of any platform; the compiler for
@@ -12,6 +13,7 @@ a GPU would need less memory for what is temporary, since it fuses more.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -23,8 +25,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.model import AUTO, CHOICES
 from trainers.config.working_folder import is_installed
+from trainers.diagnostics.room import of_program
 from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
+from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
 from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
@@ -50,7 +55,9 @@ def main() -> None:
         request = json.load(sys.stdin)
         arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
         try:
-            problems, facts = compiled(arguments, devices_of(**request["devices"]))
+            problems, facts = compiled(
+                arguments, devices_of(**request["devices"]), request.get("room"), request["devices"]["kind"]
+            )
         except (ValueError, UsageError, TransientError) as error:  # of the settings, the code or the data
             problems, facts = [str(error)], {}
         json.dump({"problems": problems, "facts": facts}, answer)
@@ -72,8 +79,26 @@ def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> li
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
 
 
-def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str], Facts]:
-    """Returns every problem that compiling shows, and the numbers of the program."""
+def compiled(
+    arguments: TrainingArguments, devices: list[Any], room: float | None = None, kind: str = "cpu"
+) -> tuple[list[str], Facts]:
+    """Returns every problem that compiling shows, and the numbers of the program: of the first policy with which it fits in the
+    room (None: in what the compiler knows), where `model.remat` is `auto`, else of the last. `kind`: of the hosts, for which
+    CPU devices may stand."""
+    if arguments.model.remat != AUTO:
+        return _compiled(arguments, devices, kind)
+    tried: list[tuple[str, int | None]] = []
+    for policy in CHOICES:
+        changed = dataclasses.replace(arguments, model=dataclasses.replace(arguments.model, remat=policy))
+        problems, facts = _compiled(changed, devices, kind)
+        need = facts.get("memory", {}).get("peak")
+        tried.append((policy, need))
+        if not problems and (room is None or need <= room):
+            break
+    return problems, facts | {"remat": tried}
+
+
+def _compiled(arguments: TrainingArguments, devices: list[Any], kind: str) -> tuple[list[str], Facts]:
     trainer, facts = trainer_for(arguments)
     arguments.check_devices(len(devices))
     mesh = meshes.make_mesh(arguments.mesh, devices)
@@ -94,7 +119,20 @@ def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str
         return [f"the step does not fit in the memory of a device: {why}"], facts
     text = program.as_text() or ""
     exchanged = {"exchanged": collectives.of(text), "exchanged_over": collectives.by_axes(text, mesh.shape)}
-    return [], facts | {"memory": memory(program, devices[0].platform), **exchanged}
+    memory = of_program(program, devices[0].platform)
+    return [], facts | {"memory": apart(memory, trainer) if kind == "gpu" else memory, **exchanged}
+
+
+def apart(memory: Mapping[str, int], trainer: BaseTrainer) -> dict[str, int]:
+    """Returns the bytes without those of the state that lie in the host's memory, which is the same as the devices' where CPU
+    devices stand for GPUs."""
+    leaves = jax.tree.leaves(trainer.assembly.placed_state)
+    moved = sum(
+        num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in leaves
+        if leaf.sharding.memory_kind == host_memory.KIND
+    )
+    return {**memory, "peak": memory["peak"] - moved, "arguments": memory["arguments"] - moved, "host": memory["host"] + moved}
 
 
 def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:
@@ -133,15 +171,6 @@ def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
         for path, leaf in jax.tree_util.tree_leaves_with_path((trainer.assembly.placed_state, *trainer.assembly.frozen_shapes))
         if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf.shape, leaf.dtype)) >= LARGE_BYTES
     }
-
-
-def memory(program: jax.stages.Compiled, platform: str) -> Mapping[str, int]:
-    """Returns the bytes of a device that the program needs: at its peak, for its arguments, and for what is temporary."""
-    found: Any = program.memory_analysis()
-    arguments, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
-    # The compiler for CPUs does not count what is temporary.
-    peak = found.peak_memory_in_bytes if platform == "tpu" else arguments + temporary
-    return {"peak": peak, "arguments": arguments, "temporary": temporary}
 
 
 if __name__ == "__main__":

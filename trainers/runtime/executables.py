@@ -96,9 +96,11 @@ class ProgramStore:
         if path is not None:
             self._loading[path] = self._loader.submit(self._load, path)
 
-    def get(self, name: str, jitted: Any, args: Sequence[Any]) -> tuple[jax.stages.Compiled, str | None]:
+    def get(
+        self, name: str, jitted: Any, args: Sequence[Any], keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True
+    ) -> tuple[jax.stages.Compiled, str | None]:
         """Returns (the program `jitted` compiled for `args`, the name of the file that it was loaded from). `args` may be
-        shapes with shardings."""
+        shapes with shardings. `keep` says whether one that had to be compiled is kept."""
         if self.folder is None:
             return lowered(jitted, args).compile(), None
         executable_files.trust_tree((tuple(args), {}))
@@ -108,7 +110,7 @@ class ProgramStore:
         loading = None if path is None else self._loading.pop(path, None)
         compiled = self._load(path) if loading is None else loading.result()
         if compiled is None or path is None:
-            return self._compiled(name, pointer, lowered(jitted, args))
+            return self._compiled(name, pointer, lowered(jitted, args), keep)
         self._in_use |= {pointer, path}
         return compiled, path.name
 
@@ -196,13 +198,17 @@ class ProgramStore:
             self._refused.add(path)
             self.note(f"{path.name} could not be loaded ({why}): compiling again")
 
-    def _compiled(self, name: str, pointer: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str | None]:
+    def _compiled(
+        self, name: str, pointer: Path, lowered: jax.stages.Lowered, keep: Callable[[jax.stages.Compiled], bool]
+    ) -> tuple[jax.stages.Compiled, str | None]:
         # The name is a digest of all that the executable depends on: two programs never share a file.
         path = pointer.with_name(
             f"{name}-{_digest(lowered.as_text(), _trees(lowered), _libraries(), _compiled_for(), _devices())}.xla"
         )
         loaded = self._load(path)
         compiled = loaded or compile_afresh(lowered)
+        if not keep(compiled):
+            return compiled, path.name if loaded else None
         try:
             self._keep(pointer, path, None if loaded else compiled)
         except Exception as error:  # the program runs all the same
@@ -330,7 +336,11 @@ class Program:
         self.store.load_ahead(self.name, self._with_shapes(args))
 
     def prepare(self, *args: Any) -> None:
-        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args))
+        self.compile(args)
+
+    def compile(self, args: tuple[Any, ...], keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True) -> None:
+        """Does what `prepare` does. `keep`: as of `ProgramStore.get`."""
+        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args), keep)
         self.shapes = _shapes(args)
 
     def __call__(self, *args: Any) -> Any:

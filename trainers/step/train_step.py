@@ -24,9 +24,9 @@ from trainers.step import rest_of_model
 from trainers.step.clip import clip
 from trainers.step.finite import any_not_finite
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
-from trainers.step.kept_update import kept_update
 from trainers.step.loss import LossFunction, safe_divisor, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
+from trainers.step.offloaded_update import offloaded_update
 from trainers.step.rest_of_model import Rest, stays_finite
 from trainers.step.sample_digest import count_samples
 from trainers.step.state import ModelParts, TrainState, add_sums
@@ -150,7 +150,7 @@ def make_train_step(
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
         status = reduced[REDUCED.index("status")]
         applied, scaler = status == UpdateStatus.APPLIED, update_scaler(state.scaler, status, arguments.loss_scale)
-        updates, opt_state = kept_update(optimizer, applied, clipped, state.opt_state, state.params)
+        updates, opt_state = offloaded_update(optimizer, applied, clipped, state.opt_state, state.params)
         # Counted for every batch; `keep_unless` takes it back if the update is not applied.
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)

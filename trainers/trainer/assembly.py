@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from trainers import runtime
 from trainers.checkpoint import readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config.frozen import BASE
+from trainers.config.model import AUTO, TO_HOST
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.errors import UsageError
 from trainers.evaluation import score_metrics
@@ -27,7 +28,9 @@ from trainers.loop.inflight import Flags
 from trainers.loop.prepared_batch import Shapes
 from trainers.loop.triggers import Epochs
 from trainers.metrics.accumulator import Layout, MetricSums
+from trainers.models.remat import choosing
 from trainers.optim.param_groups import parameter_paths
+from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.protocol import (
     CheckpointManagerProtocol,
@@ -42,6 +45,7 @@ from trainers.step.by_hand import StepProgram, eval_by_hand, train_by_hand
 from trainers.step.state import TrainState, arrays_of_model, state_shardings, with_shardings
 from trainers.step.train_step import EVALUATION_COUNTS, StepOutput
 from trainers.trainer.batching import Batching
+from trainers.trainer.chosen_step import Choices, ChosenStep
 from trainers.trainer.model_design import ModelDesign, configured
 from trainers.trainer.unit_maker import UnitMaker
 
@@ -137,7 +141,16 @@ class Assembly:
     def state_shardings(self) -> TrainState:
         design = self.design
         design.check_mesh(self.mesh.shape)
-        return state_shardings(self.mesh, design.state, design.axes, design.state_axes)
+        shardings = state_shardings(self.mesh, design.state, design.axes, design.state_axes)
+        if self._trainer.arguments.optimizer.offload == "none":
+            return shardings
+        self._needs_host_memory("optimizer.offload = 'host'", "set optimizer.offload: none")
+        return dataclasses.replace(shardings, opt_state=host_memory.on_host(design.state.opt_state, shardings.opt_state))
+
+    def _needs_host_memory(self, setting: str, instead: str) -> None:
+        """Raises UsageError if the devices cannot use their hosts' memory, which a setting asks for."""
+        if why := host_memory.lacking(self.mesh.devices.flat):
+            raise UsageError(f"{setting}: {why}; {instead}")
 
     @property
     def placed_state(self) -> TrainState:
@@ -196,9 +209,9 @@ class Assembly:
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Does what `BaseTrainer.configure_functions` does."""
         self.prepare()
-        step = self.jit_train_step(self.design.train_step(self.design.step_layout))
+        step = self._train_step(self.design.train_step(self.design.step_layout))
         manager = self._trainer.build_checkpoint_manager()
-        functions = TrainerConfigureFunctionOutput(self._program("train_step", step), self._eval_step(), self.mesh, manager)
+        functions = TrainerConfigureFunctionOutput(step, self._eval_step(), self.mesh, manager)
         self._functions, self._steps = functions, None
         return self._with_calls_by_hand(functions, self.design.step_layout, self.design.loss_layout)
 
@@ -219,11 +232,27 @@ class Assembly:
             self._steps = dataclasses.replace(steps, functions=functions)
         return self._steps
 
-    def jit_train_step(self, step: Any) -> Any:
+    def _train_step(self, step: Any) -> Program:
+        arguments = self._trainer.arguments
+        if arguments.model.remat != AUTO:
+            return self._program("train_step", self.jit_train_step(step))
+        choices, jit = Choices.of(arguments, self.mesh), partial(self.jit_train_step, step)
+        return ChosenStep(jit, choices, self.programs, runtime.current().note, self.frozen)
+
+    def jit_train_step(self, step: Any, remat: str | None = None) -> Any:
+        """Returns the step, jitted for the mesh. `remat`: the policy that was chosen, where `model.remat` is `auto`."""
+        asked = {"model.remat": remat or self._trainer.arguments.model.remat}
+        if self._trainer.arguments.vision is not None:
+            asked["vision.remat"] = self._trainer.arguments.vision.remat
+        for key, policy in asked.items():
+            if policy in TO_HOST:
+                self._needs_host_memory(f"{key} = {policy!r}", f"set {key}: save_qkv_proj, or full")
         shardings, replicated = self.state_shardings, meshes.replicated(self.mesh)
         frozen = jax.tree.map(lambda leaf: leaf.sharding, self.frozen_shapes)
         return jax.jit(
-            meshes.tracing_for(self.mesh, step, pipeline=self._trainer.arguments.pipeline),
+            meshes.tracing_for(
+                self.mesh, step if remat is None else choosing(step, remat), pipeline=self._trainer.arguments.pipeline
+            ),
             in_shardings=(shardings, replicated, meshes.micro_batches(self.mesh), meshes.one_per_device(self.mesh), *frozen),
             # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
             out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
@@ -284,7 +313,7 @@ class Assembly:
             layout = adapted.train_layout(train, state, shapes)
             tokens = self._trainer.task.tokens_per_example
             step = adapted.adapted_train_step(train, layout, arguments, self._trainer.scheduler, tokens)
-            functions = functions._replace(train_step_fn=self._program("train_step", self.jit_train_step(step)))
+            functions = functions._replace(train_step_fn=self._train_step(step))
             steps = dataclasses.replace(steps, functions=functions, step_layout=layout, is_own=True)
         if not hasattr(evaluate, "prepare"):
             rows = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.micro_batch_size)), output)

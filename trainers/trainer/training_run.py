@@ -38,6 +38,7 @@ from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
 from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
+from trainers.models.remat import choosing
 from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
 from trainers.published import of_task
 from trainers.runtime import multihost
@@ -295,7 +296,9 @@ class TrainingRun:
 
         try:
             counters = dataclasses.replace(state, params=None, opt_state=None)
-            origin = nonfinite.find(objective, self.parts.mesh, state.params, batch, (counters, self.trainer.frozen))
+            # With the memory of the step that has run.
+            traced = choosing(objective, getattr(self._train_step, "policy", "none"))
+            origin = nonfinite.find(traced, self.parts.mesh, state.params, batch, (counters, self.trainer.frozen))
         except StageError as error:
             return f"where it began was not found: {error}"
         return f"{origin}, with the parameters of step {step}"

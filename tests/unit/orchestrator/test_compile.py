@@ -74,7 +74,7 @@ def test_a_compiler_for_tpus_gets_the_flags_that_their_hosts_will_have(monkeypat
     class Stop(Exception):
         """Instead of the compiler."""
 
-    def child(module, config, request, env):
+    def child(module, config, request, env, timeout_s):
         given.append(child_env({}, env))
         raise Stop
 
@@ -167,7 +167,36 @@ def test_what_crosses_the_slower_network_has_a_line():
     assert not any("between" in line for line in command.lines("t", {**found, "exchanged_over": {"fsdp": 5_000}}))
 
 
+def test_the_policy_that_was_chosen_and_the_memory_of_the_host_have_lines():
+    memory = {"peak": 2e9, "arguments": 1e9, "host": 3e9}
+    found = {"mesh": {"data": 1}, "memory": memory, "devices": 1, "device_kind": "v5e", "whole": {}, "exchanged": []}
+    tried = [["none", None], ["save_dot_except_mlp", 9e9], ["full", 2e9]]
+    told = [*command.lines("t", {**found, "exchanged_over": {}, "remat": tried})]
+    assert "  of its host    3 GB, which it reads and writes in a step" in told
+    assert "remat            full (none: more than there is; save_dot_except_mlp: 9 GB)" in told
+
+
 def test_a_wrong_configuration_is_reported(capsys):
     status = command.main([str(ROOT / "configs" / "tiny.yaml"), "mesh.tensor=3"])
     assert status == command.EXIT_REFUSED
     assert "does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.slow("compiles for TPUs twice")
+def test_the_memory_of_a_tpu_falls_by_the_moments_that_its_host_has(compiler, tmp_path):
+    small = ["width=1024", "mlp_width=4096", "num_layers=16", "num_heads=8", "vocab_size=8192"]
+    about = ["hosts.topology=2x2", "global_batch_size=4", "data.sequence_length=1024", *(f"model.{size}" for size in small)]
+    plain, found = (
+        command.facts(
+            load(
+                str(ROOT / "configs" / "large" / "llama3_8b_v5e.yaml"),
+                [f"storage={tmp_path}", f"optimizer.offload={where}", *about],
+            )
+        )["memory"]
+        for where in ("none", "host")
+    )
+    moments = plain["arguments"] - found["arguments"]
+    assert moments > 0.6 * plain["arguments"]
+    assert found["host"] == pytest.approx(moments, rel=0.01)
+    # Those of the embeddings are on the device as they are updated, which is the peak of a step with few tokens.
+    assert 0.9 * moments < plain["peak"] - found["peak"] <= moments

@@ -165,7 +165,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_change_that_was_tried(monk
     """Here in place of the compiler: one that has room for full rematerialization alone."""
     tried = []
 
-    def facts(config):
+    def facts(config, room=None):
         tried.append((config.training.model.remat, config.training.accumulation_steps))
         if config.training.accumulation_steps < 2:
             raise ConfigError("tiny", ["the step does not fit in the memory of a device: 20G exceeds 15.75G"])
@@ -185,7 +185,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_change_that_was_tried(monk
 def test_a_step_too_large_for_this_machine_is_refused_and_the_change_makes_it_fit(monkeypatch, tmp_path):
     """The compiler for CPUs knows no limit: the memory that the hosts share is one."""
 
-    def facts(config):
+    def facts(config, room=None):
         peak = 5e9 if config.training.model.remat == "full" else 20e9
         return {"memory": {"peak": peak, "arguments": 1e9}, "exchanged": []}
 

@@ -16,6 +16,7 @@ from trainers.config import MeshConfig
 from trainers.diagnostics import memory
 from trainers.diagnostics.memory import out_of_memory
 from trainers.errors import OutOfMemoryError, kind_of
+from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.runtime.executables import Program
 from trainers.worker import exception_event
@@ -130,10 +131,29 @@ def test_the_dearest_harmless_change_comes_first(tmp_path):
     assert memory.changes(heavy_state, made, made.mesh.resolve(8))[0].text.startswith("mesh.fsdp 2 -> 8, mesh.data 4 -> 1")
 
 
+@pytest.mark.parametrize(
+    ("platform", "changes", "advised"),
+    [
+        ("tpu", {}, True),
+        ("cpu", {}, False),
+        ("tpu", {"optimizer": {"offload": "host"}}, False),
+        ("tpu", {"optimizer": {"name": "muon"}}, False),
+    ],
+)
+def test_the_memory_of_hosts_is_advised_where_moments_can_lie_there(tmp_path, monkeypatch, platform, changes, advised):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    made = arguments(tmp_path, **LARGE, **changes)
+    used = memory.Usage(parameters=4, optimizer=8, batch=1, temporaries=1000, divided=12)
+    told = [str(change) for change in memory.changes(used, made, made.mesh.resolve(8))]
+    assert any(line.startswith("optimizer.offload none -> host") and "about 8 B less" in line for line in told) is advised
+
+
 def test_bytes_on_a_device_are_those_of_its_shard():
     mesh = meshes.make_mesh(MeshConfig(data=2, fsdp=4))
     place = meshes.parameter_sharding(mesh, ("embed", None), (16, 3))
     assert memory.bytes_on_a_device(jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=place)) == 4 * 3 * 4
+    on_host = jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=place.with_memory_kind(host_memory.KIND))
+    assert memory.bytes_on_a_device(on_host) == 0
     assert [memory.shown(n) for n in (12, 3 << 10, 5 << 20, 7 << 29)] == ["12 B", "3.00 KiB", "5.00 MiB", "3.50 GiB"]
 
 
@@ -156,4 +176,4 @@ def test_activation_checkpointing_is_advised_where_it_is_off_and_would_help(tmp_
     made = arguments(tmp_path, **LARGE, task=task, model={"remat": remat})
     used = memory.Usage(parameters=4, optimizer=8, batch=1, temporaries=1000, divided=12)
     texts = [change.text for change in memory.changes(used, made, made.mesh.resolve(8))]
-    assert any(text.startswith("model.remat none -> full") for text in texts) is advised
+    assert any(text.startswith("model.remat none -> auto") for text in texts) is advised

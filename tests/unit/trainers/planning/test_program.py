@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainers.config import DataConfig, LossConfig, MeshConfig, ModelConfig
+from trainers.config import DataConfig, LossConfig, MeshConfig, ModelConfig, OptimizerConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models import context_attention
@@ -54,6 +54,33 @@ def test_a_divided_state_is_reported_with_its_memory_and_its_exchanges():
     # The weights go around, and not the products of all examples.
     largest = MODEL.width * MODEL.mlp_width * 4
     assert all(each.bytes <= each.times * 3 * largest for each in divided[1]["exchanged"] if "layers/mlp" in each.scope)
+
+
+@pytest.mark.costs("compiles a step several times")
+def test_the_policy_is_the_first_that_has_room():
+    model = dataclasses.replace(MODEL, num_layers=2, remat="auto")
+    needs = dict(program.compiled(arguments(model=model), jax.devices()[:1], 1)[1]["remat"])
+    assert list(needs) == ["none", "dots_with_no_batch_dims_saveable", "save_dot_except_mlp", "full"]
+    # Not by their order: what a model so small needs at its peak is not what it keeps.
+    room = min(needs.values())
+    problems, facts = program.compiled(arguments(model=model), jax.devices()[:1], room)
+    assert problems == []
+    chosen = next(policy for policy, need in needs.items() if need <= room)
+    assert facts["remat"] == [each for each in needs.items() if [*needs].index(each[0]) <= [*needs].index(chosen)]
+    assert facts["memory"]["peak"] == room
+    assert program.compiled(arguments(model=model), jax.devices()[:1])[1]["remat"] == [("none", needs["none"])]
+
+
+@pytest.mark.costs("compiles a step twice")
+def test_of_gpus_the_memory_of_the_host_is_counted_apart():
+    made = arguments(optimizer=OptimizerConfig(offload="host"))
+    one, other = (program.compiled(made, jax.devices()[:1], kind=kind)[1]["memory"] for kind in ("cpu", "gpu"))
+    # Two moments of what has two dimensions: embeddings and norms of layers, and the matrices of the layers.
+    heads = MODEL.width + 2 * MODEL.num_kv_heads * MODEL.channels
+    of_layer = MODEL.width * (heads + MODEL.width + 3 * MODEL.mlp_width + 2)
+    moments = 2 * 4 * (MODEL.vocab_size * MODEL.width + LAYERS * of_layer)
+    assert (one["host"], other["host"]) == (0, moments)
+    assert {name: one[name] - other[name] for name in ("peak", "arguments")} == {"peak": moments, "arguments": moments}
 
 
 @pytest.mark.slow("compiles a step for several devices")
