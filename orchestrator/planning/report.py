@@ -21,6 +21,7 @@ from trainers.config.attention import choose, choose_exchange
 from trainers.config.model import CONTEXT, PIPELINE, num_replicas
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+IN_FP8 = "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         "parameters": _parameters(report),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
+        **({"products": IN_FP8} if config.training.model.fp8 != "none" else {}),
     }
     if report.num_experts is not None:
         lines["experts"] = _experts(config, report)

@@ -28,6 +28,7 @@ from trainers.models.experts import RouterSums, mixture
 from trainers.models.kv_cache import Cache, Slots
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
+from trainers.models.products import Product, in_fp8, plain
 from trainers.parallel import pipeline, sequence
 from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
@@ -67,6 +68,11 @@ def divides_sequences(model: Any) -> bool:
     return isinstance(model, Decoder) and type(model).hidden is Decoder.hidden
 
 
+def multiplies_in_fp8(model: Any) -> bool:
+    """Returns whether a `Decoder` with its own `hidden` is in the model, or is the model, and has `fp8`."""
+    return any(divides_sequences(module) and module.config.fp8 != "none" for _, module in nnx.iter_graph(model))
+
+
 class Decoder(nnx.Module):
     """A decoder. `__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
 
@@ -76,6 +82,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):
         self.config, self.dtype = config, dtype
+        if config.fp8 != "none":
+            self.deterministic = True  # `train()` and `eval()` set it
         shape = (config.vocab_size, config.width)
         self.embed = parameter(rngs, ("vocab", "embed"), shape, TABLE_SCALE, param_dtype)
         if config.num_positions is not None:
@@ -145,12 +153,14 @@ class Decoder(nnx.Module):
         turned = self._angles(positions_BT)
         shared = sequence.num_parts() > 1
         placed = sequence.divided if shared else by_rows
+        # An evaluation measures the weights as they are exported.
+        product = in_fp8 if config.fp8 != "none" and not self.deterministic else plain
         counted_N = counted_BT if counted_BT is None or shared else counted_BT.reshape(-1)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             (weights, local), x_ND = xs, remat.named(x_ND)
             mix = partial(attend_all, local)
-            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
+            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N, product)
             return placed(x_ND), sums
 
         body = remat.wrap(layer, config.remat, in_loop=True)
@@ -210,13 +220,14 @@ class Decoder(nnx.Module):
         angles: Angles | None,
         mix: Callable[..., jax.Array],
         counted_N: jax.Array | None = None,
+        product: Product = plain,
     ) -> tuple[jax.Array, RouterSums | None]:
         config, structure = self.config, self.config.structure
         with jax.named_scope("attention"):
             normed_ND = norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND
-            query, key, value = heads_of(config, normed_ND, weights, batch, angles)
+            query, key, value = heads_of(config, normed_ND, weights, batch, angles, product)
             # [B, T, H, C] -> [N, H * C], or [B, T, H * C].
-            mixed_ND = project(mix(query, key, value).reshape(*x_ND.shape[:-1], -1), weights, "out")
+            mixed_ND = project(mix(query, key, value).reshape(*x_ND.shape[:-1], -1), weights, "out", product)
             added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
             x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):
@@ -224,7 +235,7 @@ class Decoder(nnx.Module):
             if structure.experts:
                 added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
             else:
-                added_ND = mlp(config, normed_ND, weights)
+                added_ND = mlp(config, normed_ND, weights, product)
             added_ND = norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND
             return x_ND + times(added_ND, config.residual_multiplier), sums
 
@@ -312,19 +323,19 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def project(x_ND: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """Returns x @ weight, plus what the adapter and the bias make, if the layer has them."""
-    y = lora.added(x_ND @ weights[name], x_ND, weights, name)
+def project(x_ND: jax.Array, weights: Weights, name: str, product: Product = plain) -> jax.Array:
+    """Returns x @ weight, computed by `product`, plus what the adapter and the bias make, if the layer has them."""
+    y = lora.added(product(x_ND, weights[name]), x_ND, weights, name)
     return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
 
 
 def heads_of(
-    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None
+    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, product: Product = plain
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [B, T, H, C], key and value [B, T, K, C], turned to their places."""
 
     def heads(name: str) -> jax.Array:
-        x_NF = project(x_ND, weights, name)
+        x_NF = project(x_ND, weights, name, product)
         if config.structure.whole_qk_norm and name != "value":
             x_NF = norm(config, x_NF, weights, f"{name}_norm")
         x_BTHC = x_NF.reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
@@ -339,11 +350,11 @@ def heads_of(
     return heads("query"), heads("key"), heads("value")
 
 
-def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights) -> jax.Array:
+def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights, product: Product = plain) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down (Shazeer, 2020); without a gate activation(x up) down."""
-    up, act = project(x_ND, weights, "up"), activation(config)
-    inner = act(project(x_ND, weights, "gate")) * up if config.structure.gated else act(up)
-    return project(inner, weights, "down")
+    up, act = project(x_ND, weights, "up", product), activation(config)
+    inner = act(project(x_ND, weights, "gate", product)) * up if config.structure.gated else act(up)
+    return project(inner, weights, "down", product)
 
 
 def activation(config: LayerSizes) -> Callable[[jax.Array], jax.Array]:
