@@ -12,7 +12,7 @@ SYSTEM = frozenset(
         *("tokens", "samples", "total_tokens", "total_samples", "total_skipped_examples", "cut_examples"),
         *("packing_efficiency", "overlong_documents", "lost_tokens"),
         *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "flops_per_token"),
-        *("tflops_per_s_per_device", "mfu", "device_memory_bytes", "device_memory_peak_bytes"),
+        *("tflops_per_s_per_device", "mfu", "mfu_of_fp8_peak", "device_memory_bytes", "device_memory_peak_bytes"),
         *("host_cpu_percent", "host_memory_bytes", "host_memory_total_bytes", "process_memory_bytes"),
         *("host_disk_read_bytes_per_s", "host_disk_written_bytes_per_s"),
         *("host_network_received_bytes_per_s", "host_network_sent_bytes_per_s"),

@@ -21,6 +21,7 @@ from trainers.config.attention import choose, choose_exchange
 from trainers.config.model import AUTO, CHOICES, CONTEXT, PIPELINE, num_replicas
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+IN_FP8 = "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,22 +172,46 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         "parameters": _parameters(report),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
+        **({"products": IN_FP8} if config.training.model.fp8 != "none" else {}),
     }
     if report.num_experts is not None:
         lines["experts"] = _experts(config, report)
     if report.num_layers is not None:
-        kind = config.hosts.kind
-        is_auto = config.training.model.remat == AUTO
-        how = "one by one" if config.training.model.unrolled(kind, CHOICES[0] if is_auto else None) else "as a loop"
-        lines["layers"] = f"{report.num_layers}, compiled {how} on {kind} hosts"
-        needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
-        choice = choose(config.training.model.attention, kind, needs)
-        lines["attention"] = f"{choice.kernel} ({choice.reason})"
-        if (stages := report.mesh.get(PIPELINE, 1)) > 1:
-            lines["  by stages"] = _stages(config, report, stages)
-        if needs.context > 1:
-            exchange = choose_exchange(config.training.model.context_attention, kind, needs.length)
-            lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
+        lines |= _layer_lines(config, report)
+    lines |= _device_lines(config, report)
+    for name, found in (report.frozen or {}).items():
+        lines[f"  {name}"] = found
+    if report.init_from is not None:
+        lines["begins with"] = report.init_from
+    if report.continues is not None:
+        lines["goes on"] = "; ".join(report.continues["notes"])
+    if report.max_steps is not None:
+        tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
+        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
+    return lines
+
+
+def _layer_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
+    """How the layers are computed."""
+    kind, model = config.hosts.kind, config.training.model
+    how = "one by one" if model.unrolled(kind, CHOICES[0] if model.remat == AUTO else None) else "as a loop"
+    needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
+    choice = choose(model.attention, kind, needs)
+    lines = {
+        "layers": f"{report.num_layers}, compiled {how} on {kind} hosts",
+        "attention": f"{choice.kernel} ({choice.reason})",
+    }
+    if (stages := report.mesh.get(PIPELINE, 1)) > 1:
+        lines["  by stages"] = _stages(config, report, stages)
+    if needs.context > 1:
+        exchange = choose_exchange(model.context_attention, kind, needs.length)
+        lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
+    return lines
+
+
+def _device_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
+    """What is in the memory of a device, and of its host."""
+    lines: dict[str, str] = {}
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
         if report.host_bytes_per_device:
@@ -197,15 +222,6 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["not divided"] = ("\n#" + " " * 19).join(report.left_whole)
     if report.frozen_bytes_per_device is not None:
         lines["frozen weights"] = f"{scaled(report.frozen_bytes_per_device)}B per device, read at each start of a process"
-    for name, found in (report.frozen or {}).items():
-        lines[f"  {name}"] = found
-    if report.init_from is not None:
-        lines["begins with"] = report.init_from
-    if report.continues is not None:
-        lines["goes on"] = "; ".join(report.continues["notes"])
-    if report.max_steps is not None:
-        tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
-        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
     return lines
 
 

@@ -169,6 +169,7 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
             else ("Throughput", "tokens a second", ("tokens_per_s",))
         ),
         ("Model FLOPs utilization", "share of the devices' peak", ("mfu",)),
+        ("Model FLOPs by the peak of 8 bits", "share of the devices' peak of 8-bit products", ("mfu_of_fp8_peak",)),
         ("Step time", "seconds", ("step_time_s",)),
         ("Memory of a device", "bytes, at most", ("device_memory_peak_bytes",)),
         ("Memory of a host", "bytes, of the fullest", ("host_memory_bytes",)),

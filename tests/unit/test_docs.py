@@ -14,7 +14,7 @@ from tests.unit.test_arrows import FLOORS
 
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
 ROWS = re.findall(r"^\| ([PFVONMES]\d+) \| (.*?) \| (done|part|not yet) \| (.*) \|$", CAPABILITIES, re.M)
-LAST = {"P": 20, "F": 14, "V": 10, "O": 14, "N": 11, "M": 13, "E": 7, "S": 5}
+LAST = {"P": 20, "F": 14, "V": 10, "O": 14, "N": 11, "M": 13, "E": 7, "S": 6}
 """The number of the last row of each letter."""
 LONGEST_WHAT = 160
 """Characters of the column `what`."""

@@ -29,6 +29,13 @@ def test_no_other_file_imports_it(private):
     assert [path.relative_to(ROOT) for path in others if private in path.read_text()] == []
 
 
+def test_one_file_imports_what_qwix_has_without_a_public_name():
+    found = (
+        path.relative_to(ROOT).as_posix() for package in PACKAGES for path in sources(package) if "qwix._" in path.read_text()
+    )
+    assert [*found] == ["trainers/models/products.py"]
+
+
 @pytest.mark.parametrize("home", HOMES.values())
 def test_the_table_has_all_that_is_used(home):
     name = home.__name__.rpartition(".")[2]

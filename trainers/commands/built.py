@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from trainers.config.arguments import TrainingArguments, dataset_function, load_object
@@ -16,4 +17,7 @@ def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
     cls = load_object(arguments.trainer)
     if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
         raise UsageError(f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which {wanted}")
+    if arguments.model.fp8 != "none":
+        # About training alone: whatever else is done with the weights needs no package for it.
+        arguments = dataclasses.replace(arguments, model=dataclasses.replace(arguments.model, fp8="none"))
     return cls(arguments, *dataset_function(arguments)(arguments))

@@ -174,6 +174,7 @@ class TrainingArguments(Section):
             )
         if self.dtype == "float16" and self.param_dtype != "float32":
             yield f"param_dtype = {self.param_dtype!r}: expected 'float32' with dtype float16, or updates are lost"
+        yield from self._problems_of_fp8()
         yield from attention.check(self.model.attention, self.attention_needs)
         yield from self._problems_of_frozen()
         if self.time_limit is not None:
@@ -197,6 +198,17 @@ class TrainingArguments(Section):
                 f"distributions.every_steps = {every}: expected a multiple of publish_every_steps "
                 f"({'null' if publish_every is None else publish_every}), which is when they are recorded"
             )
+
+    def _problems_of_fp8(self) -> Iterator[str]:
+        if self.model.fp8 == "none":
+            return
+        if self.dtype == "float16":
+            yield (
+                f"model.fp8 = {self.model.fp8!r}: expected 'none' with dtype float16, in which sums of products of 8 bits "
+                "overflow; use dtype bfloat16"
+            )
+        if self.vision is not None:
+            yield f"model.fp8 = {self.model.fp8!r}: expected 'none' with vision, whose encoder is not computed in 8 bits"
 
     def _problems_of_frozen(self) -> Iterator[str]:
         for name in self.frozen:

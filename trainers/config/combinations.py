@@ -66,6 +66,11 @@ def _of_experts(model: Any) -> Iterator[str]:
     for name in ("num_experts", "experts_per_token"):
         if getattr(model, name) is None:
             yield f"{name} = null: the family {model.family} has experts; set how many"
+    if model.fp8 != "none":
+        yield (
+            f"fp8 = {model.fp8!r}: the family {model.family} has experts, and their products (grouped_product) are not computed "
+            "in 8 bits; leave it out"
+        )
     if (model.experts_per_token or 0) > (model.num_experts or math.inf):
         yield f"experts_per_token = {model.experts_per_token}: expected at most num_experts ({model.num_experts})"
     if model.grouped_product != "xla" and ":" not in model.grouped_product:

@@ -121,9 +121,11 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_divisor")
 NO_TARGET = -100
 """The label that other libraries give to what is no target."""
 
-OF_EXECUTION = ("remat", "attention", "context_attention", "grouped_product")
+OF_EXECUTION = ("remat", "attention", "context_attention", "grouped_product", "fp8")
 """Keys of `model` that say how a model is computed, and not which model it is."""
 
+FP8 = ("none", "current")
+"""Values of `model.fp8`."""
 
 UNROLLED_LAYERS = 8
 """On a CPU, up to this many layers are compiled one by one, and more as a loop, as on an accelerator. One by one is 13 % faster
@@ -188,7 +190,7 @@ class ModelConfig(Section):
 
     pretrained: str | None = None
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
-    It says all keys of this section but `remat`, `attention`, `context_attention` and `grouped_product`."""
+    It says all keys of this section but `remat`, `attention`, `context_attention`, `grouped_product` and `fp8`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
     `olmo2`, `olmo3`, `phi3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
@@ -263,6 +265,10 @@ class ModelConfig(Section):
     """How the devices of `mesh.context` get the keys and values of each other's tokens. `gather`: all at once, in each layer.
     `ring`: those of one device after the other, while the attention to the last ones is computed. `auto`: by platform and length;
     the dry run says which, and why. The results are the same up to rounding."""
+    fp8: str = "none"
+    """The products of the layers' linear weights in training. `none`: in `dtype`. `current`: of operands that are rounded to 8
+    bits, e4m3 forward, and e5m2 for the incoming gradients (Micikevicius et al., 2022), each divided by its current largest
+    magnitude. Evaluations, previews and exports use the weights as they are."""
 
     def __post_init__(self):
         require_none(
@@ -296,11 +302,9 @@ class ModelConfig(Section):
         if self.attention not in KERNELS and ":" not in self.attention:
             expected = f"expected one of {', '.join(KERNELS)}, or package.module:function"
             yield f"attention = {self.attention!r}: {expected}{did_you_mean(self.attention, KERNELS)}"
-        if self.context_attention not in EXCHANGES:
-            yield (
-                f"context_attention = {self.context_attention!r}: expected one of {', '.join(EXCHANGES)}"
-                f"{did_you_mean(self.context_attention, EXCHANGES)}"
-            )
+        for name, known in (("context_attention", EXCHANGES), ("fp8", FP8)):
+            if (chosen := getattr(self, name)) not in known:
+                yield f"{name} = {chosen!r}: expected one of {', '.join(known)}{did_you_mean(chosen, known)}"
         for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap", *MULTIPLIERS):
             if (value := getattr(self, name)) is not None and value <= 0:
                 yield f"{name} = {value}: expected a positive number"

@@ -93,6 +93,8 @@ OF_OTHERS = _by_name(
         "mesh.tensor": "tensor_parallel_size tp_size",
         "metrics.per_parameter_grad_norm": "log_grad_norms",
         "metrics.running_means": "mean_loss mean_accuracy",
+        "model.fp8": "use_fp8 enable_fp8 fp8_recipe fp8_format float8 enable_float8 enable_float8_linear "
+        "quantization use_qwix_quantization",
         "model.pretrained init_from": "model_name model_path model_name_or_path pretrained_model_name_or_path base_model",
         "model.remat": "activation_checkpointing gradient_checkpointing activation_recomputation remat_policy",
         "name": "run_name wandb_name step_start_point resume_if_possible experiment_name",

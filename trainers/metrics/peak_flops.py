@@ -35,6 +35,28 @@ GPU_PEAKS: tuple[tuple[str, float, float], ...] = (
     ("V100", 125e12, 15.7e12),
     ("T4", 65e12, 8.1e12),
 )
+FP8_PEAKS: tuple[tuple[str, float | None], ...] = (
+    # TPUs: "Peak compute per chip (FP8)" in the table of cloud.google.com/tpu/docs/tpu7x, which has v5p, v6e and TPU7x; of TPU7x
+    # a device is one of two cores of a chip (4614 TFLOP/s). GPUs: "FP8 Tensor Core" in the data sheets, without sparsity. A100,
+    # V100 and T4 have no such products, those of MI300X are of other 8-bit floats (`fnuz`), and nothing is published of v5e ("v5
+    # lite").
+    ("TPU v5 lite", None),
+    ("TPU v5", 459e12),
+    ("TPU v5p", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("TPU v6e", 918e12),
+    ("TPU7x", 2307e12),
+    ("GB200", 5000e12),
+    ("B200", 4500e12),
+    ("H200", 1978.9e12),
+    ("GH200", 1978.9e12),
+    ("H100 PCIe", 1513e12),
+    ("H100 NVL", 1671e12),
+    ("H100", 1978.9e12),
+    ("L40S", 733e12),
+    ("L4", 242.5e12),
+)
+"""(kind, products of float8_e4m3fn and float8_e5m2); None: not known."""
 FLOAT16_ONLY = ("V100", "T4")
 """The tensor cores of these have neither bfloat16 nor TF32."""
 
@@ -44,13 +66,21 @@ def peak_flops_per_s(device_kind: str, dtype: str) -> float | None:
 
     The first kind of the tables that occurs in the name as whole words is taken: more specific names come first.
     """
-    words = f" {device_kind} ".replace("-", " ")
     for kind, peak in TPU_PEAKS:
-        if f" {kind} " in words:
+        if _is(device_kind, kind):
             return peak
     for kind, half, full in GPU_PEAKS:
-        if f" {kind} " in words:
+        if _is(device_kind, kind):
             if dtype == "float32":
                 return full
             return None if dtype == "bfloat16" and kind in FLOAT16_ONLY else half
     return None
+
+
+def fp8_peak_flops_per_s(device_kind: str) -> float | None:
+    """Returns the peak of one device for products of 8-bit floats; None if it is not known, or has none."""
+    return next((peak for kind, peak in FP8_PEAKS if _is(device_kind, kind)), None)
+
+
+def _is(device_kind: str, kind: str) -> bool:
+    return f" {kind} " in f" {device_kind} ".replace("-", " ")

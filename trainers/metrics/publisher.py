@@ -115,7 +115,7 @@ class Interval:
     """When its last step was complete."""
 
 
-THROUGHPUT = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
+THROUGHPUT = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu", "mfu_of_fp8_peak")
 """The metrics that a run's result repeats, of its last publish."""
 
 
@@ -126,6 +126,8 @@ class Throughput:
     flops_per_token: float
     num_devices: int
     peak_flops_per_s: float | None = None
+    fp8_peak_flops_per_s: float | None = None
+    """Of a training whose linear layers multiply in 8 bits, if it is known."""
 
 
 class Publisher:
@@ -213,6 +215,8 @@ class Publisher:
         }
         if throughput.peak_flops_per_s:
             rates["mfu"] = flops / throughput.peak_flops_per_s
+        if throughput.fp8_peak_flops_per_s:
+            rates["mfu_of_fp8_peak"] = flops / throughput.fp8_peak_flops_per_s
         return rates
 
 

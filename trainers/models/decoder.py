@@ -28,6 +28,7 @@ from trainers.models.experts import RouterSums, mixture
 from trainers.models.kv_cache import Cache, Slots
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
+from trainers.models.products import Product, in_fp8, plain
 from trainers.parallel import pipeline, sequence
 from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
@@ -68,6 +69,22 @@ def divides_sequences(model: Any) -> bool:
     return isinstance(model, Decoder) and type(model).hidden is Decoder.hidden
 
 
+def multiplies_in_fp8(model: Any) -> bool:
+    """Returns whether a `Decoder` with its own `hidden` is in the model, or is the model, and has `fp8`."""
+    return any(divides_sequences(module) and module.config.fp8 != "none" for _, module in nnx.iter_graph(model))
+
+
+class LayerProducts(NamedTuple):
+    """How the products of a layer are computed."""
+
+    product: Product = plain
+    parts: TokenParts = WHOLE
+    """What each device has of the activations."""
+
+
+PLAINLY = LayerProducts()
+
+
 class Decoder(nnx.Module):
     """A decoder. `__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
 
@@ -77,6 +94,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):
         self.config, self.dtype = config, dtype
+        if config.fp8 != "none":
+            self.deterministic = True  # `train()` and `eval()` set it
         shape = (config.vocab_size, config.width)
         self.embed = parameter(rngs, ("vocab", "embed"), shape, TABLE_SCALE, param_dtype)
         if config.num_positions is not None:
@@ -146,20 +165,22 @@ class Decoder(nnx.Module):
         attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name, blocks_BT)
         turned = self._angles(positions_BT)
         shared = sequence.num_parts() > 1
+        # An evaluation measures the weights as they are exported.
+        product = in_fp8 if config.fp8 != "none" and not self.deterministic else plain
         counted_N = counted_BT if counted_BT is None or shared else counted_BT.reshape(-1)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             (weights, local), x_ND = xs, remat.named(x_ND)
             mix = partial(attend_all, local)
-            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N, parts)
-            return parts.between(x_ND), sums
+            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N, how)
+            return how.parts.between(x_ND), sums
 
         body = remat.wrap(layer, policy, in_loop=True)
         # [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D].
         x_ND = sequence.divided_from_table(x_BTD) if shared else by_rows(x_BTD.reshape(-1, config.width))
-        parts = TokenParts.of(x_ND)
-        x_ND, sums = jax.lax.scan(body, parts.scattered(x_ND), xs, unroll=config.unrolled(platform(), policy))
-        return parts.gathered(x_ND), sums
+        how = LayerProducts(product, TokenParts.of(x_ND))
+        x_ND, sums = jax.lax.scan(body, how.parts.scattered(x_ND), xs, unroll=config.unrolled(platform(), policy))
+        return how.parts.gathered(x_ND), sums
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens."""
@@ -213,15 +234,15 @@ class Decoder(nnx.Module):
         angles: Angles | None,
         mix: Callable[..., jax.Array],
         counted_N: jax.Array | None = None,
-        parts: TokenParts = WHOLE,
+        how: LayerProducts = PLAINLY,
     ) -> tuple[jax.Array, RouterSums | None]:
-        config, structure = self.config, self.config.structure
+        config, structure, parts = self.config, self.config.structure, how.parts
         with jax.named_scope("attention"):
             normed_ND = parts.gathered(norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND)
-            query, key, value = heads_of(config, normed_ND, weights, batch, angles, parts)
+            query, key, value = heads_of(config, normed_ND, weights, batch, angles, how)
             # [B, T, H, C] -> [N, H * C], or [B, T, H * C].
-            mixed_ND = project(parts.columns(mix(query, key, value).reshape(*x_ND.shape[:-1], -1)), weights, "out")
-            mixed_ND = parts.scattered(mixed_ND)
+            mixed_NF = parts.columns(mix(query, key, value).reshape(*x_ND.shape[:-1], -1))
+            mixed_ND = parts.scattered(project(mixed_NF, weights, "out", how.product))
             added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
             x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):
@@ -230,7 +251,7 @@ class Decoder(nnx.Module):
             if structure.experts:
                 added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
             else:
-                added_ND = mlp(config, normed_ND, weights, parts)
+                added_ND = mlp(config, normed_ND, weights, how)
             added_ND = parts.scattered(added_ND)
             added_ND = norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND
             return x_ND + times(added_ND, config.residual_multiplier), sums
@@ -319,19 +340,19 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def project(x_ND: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """Returns x @ weight, plus what the adapter and the bias make, if the layer has them."""
-    y = remat.product(lora.added(x_ND @ weights[name], x_ND, weights, name), name)
+def project(x_ND: jax.Array, weights: Weights, name: str, product: Product = plain) -> jax.Array:
+    """Returns x @ weight, computed by `product`, plus what the adapter and the bias make, if the layer has them."""
+    y = remat.product(lora.added(product(x_ND, weights[name]), x_ND, weights, name), name)
     return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
 
 
 def heads_of(
-    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, parts: TokenParts = WHOLE
+    config: LayerSizes, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, how: LayerProducts = PLAINLY
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [B, T, H, C], key and value [B, T, K, C], turned to their places."""
 
     def heads(name: str) -> jax.Array:
-        x_NF = parts.columns(project(x_ND, weights, name))
+        x_NF = how.parts.columns(project(x_ND, weights, name, how.product))
         if config.structure.whole_qk_norm and name != "value":
             x_NF = norm(config, x_NF, weights, f"{name}_norm")
         x_BTHC = x_NF.reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
@@ -346,11 +367,15 @@ def heads_of(
     return heads("query"), heads("key"), heads("value")
 
 
-def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights, parts: TokenParts = WHOLE) -> jax.Array:
+def mlp(config: LayerSizes, x_ND: jax.Array, weights: Weights, how: LayerProducts = PLAINLY) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down (Shazeer, 2020); without a gate activation(x up) down."""
-    up, act = parts.columns(project(x_ND, weights, "up")), activation(config)
-    inner = act(parts.columns(project(x_ND, weights, "gate"))) * up if config.structure.gated else act(up)
-    return project(inner, weights, "down")
+
+    def columns(name: str) -> jax.Array:
+        return how.parts.columns(project(x_ND, weights, name, how.product))
+
+    up, act = columns("up"), activation(config)
+    inner = act(columns("gate")) * up if config.structure.gated else act(up)
+    return project(inner, weights, "down", how.product)
 
 
 def activation(config: LayerSizes) -> Callable[[jax.Array], jax.Array]:

@@ -33,8 +33,9 @@ from trainers.runtime.load_attempts import MAX_CRASHES, Attempts
 
 TOUCH_EVERY_S = 3600.0
 """How often a process marks the executables that it uses."""
-COMPILER_PACKAGES = re.compile(r"(libtpu|jax_(cuda|rocm)|nvidia_)", re.IGNORECASE)
-"""Installed packages whose versions affect what is compiled."""
+COMPILER_PACKAGES = re.compile(r"(libtpu|jax_(cuda|rocm)|nvidia_|qwix-)", re.IGNORECASE)
+"""Installed packages whose versions affect what is compiled. qwix makes the products of `model.fp8`, and a standby may not have
+imported it."""
 
 COMPILER_OPTIONS = (
     "jax_disable_most_optimizations",

@@ -22,7 +22,7 @@ from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
 from trainers.models.created import CREATED, dimensions_as_created, noting_shapes
-from trainers.models.decoder import divides_sequences
+from trainers.models.decoder import divides_sequences, multiplies_in_fp8
 from trainers.models.lora import Frozen
 from trainers.optim.param_groups import parameter_path, parameter_paths
 from trainers.optim.parameter_kinds import Kinds
@@ -96,6 +96,8 @@ class ModelParts:
     """Whether several devices can share each sequence (`mesh.context`)."""
     shared: tuple[Shared, ...] = ()
     """What the devices along an axis of the mesh share in equal parts."""
+    in_fp8: bool = False
+    """Whether it has layers that multiply as `model.fp8` says."""
 
     @property
     def state_shapes(self) -> Any:
@@ -162,7 +164,8 @@ def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) ->
     graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
     rules = own_axis_rules(model)
     shares, shared = divides_sequences(model), tuple(shared_of(model))
-    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model), shares, shared)
+    in_fp8 = multiplies_in_fp8(model)
+    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model), shares, shared, in_fp8)
     return parts, nnx.to_pure_dict(template), logical_axes(template, rules)
 
 

@@ -48,6 +48,11 @@ class PreferenceTask(CausalLMTask):
                 "frozen.reference, such as the folder of model.pretrained; or train with lora, whose base is the reference; or "
                 "set preference.reference = columns"
             )
+        if preference.has_reference and arguments.model.fp8 != "none":
+            yield (
+                f"model.fp8 = {arguments.model.fp8!r}: preference.loss = {preference.loss!r} compares the model with a "
+                "reference, which is not computed in 8 bits: they would differ by its rounding; set model.fp8 = none"
+            )
         if kind == "base" and arguments.lora is None:
             yield "preference.reference = 'base': only a run with lora has one; set frozen.reference"
         if given and not (preference.has_reference and kind == "frozen"):

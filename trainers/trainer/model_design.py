@@ -22,6 +22,7 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.loop.beginning import with_types_of
 from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
+from trainers.models import products
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 from trainers.optim.param_groups import parameter_paths
@@ -64,6 +65,7 @@ class ModelDesign:
         """Does what `BaseTrainer.configure_model` does."""
         trainer, arguments = self._trainer, self._trainer.arguments
         parts, params, self.axes = self._abstract
+        self._check_fp8(parts)
         frozen.check_use(trainer.task, arguments, prepares=overrides(trainer, "prepare_batch"))
         trained = param_groups.trainable(self.groups, params)
         if arguments.optimizer.name == SCHEDULE_FREE:
@@ -85,7 +87,22 @@ class ModelDesign:
         if self.made is None or is_own:
             made = self._trainer.configure_model()
             own = None if self.made is None else self.made.state
+            self._check_fp8(made.model)
             self.made = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
+
+    def _check_fp8(self, model: Any) -> None:
+        """Raises UsageError if `model.fp8` asks for what this model does not have, or for what is not installed. What only
+        evaluates or exports needs nothing."""
+        asked = self._trainer.arguments.model.fp8
+        if asked == "none":
+            return
+        if not getattr(model, "in_fp8", False):
+            raise UsageError(
+                f"model.fp8 = {asked!r}: only the layers of a trainers.models.decoder.Decoder with its own `hidden` multiply in "
+                "8 bits, and the model of the task has none; set model.fp8 = none"
+            )
+        if self._trainer.dataset_train is not None:
+            products.check_installed()
 
     def forget(self) -> None:
         """Lets `configure_model` be called again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
+from trainers.config.arguments import TrainingArguments
 from trainers.config.section import parse_duration_s
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import HasNotes, TellsNumbers
@@ -36,7 +38,7 @@ from trainers.loop.train_loop import Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
-from trainers.metrics.peak_flops import peak_flops_per_s
+from trainers.metrics.peak_flops import fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
 from trainers.models.remat import choosing
 from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
@@ -240,12 +242,7 @@ class TrainingRun:
     def _throughput(self) -> Throughput:
         design, mesh = self.parts.design, self.parts.mesh
         flops = design.flops_per_token(self.trainer.task, design.num_parameters)
-        peak = self.arguments.metrics.peak_flops_per_s
-        kinds = {device.device_kind for device in mesh.devices.flat}
-        # A mesh of several kinds of devices has no single peak, and so no MFU.
-        if peak is None and len(kinds) == 1:
-            peak = peak_flops_per_s(kinds.pop(), self.arguments.dtype)
-        return Throughput(flops, mesh.devices.size, peak)
+        return Throughput(flops, mesh.devices.size, *peaks(self.arguments, {device.device_kind for device in mesh.devices.flat}))
 
     @property
     def _train_step(self) -> Any:
@@ -345,3 +342,15 @@ class TrainingRun:
             **self.trainer.lineage.meta(self.info.batch_index),
             **evaluation,
         }
+
+
+def peaks(arguments: TrainingArguments, kinds: Collection[str]) -> tuple[float | None, float | None]:
+    """Returns the peaks of one device, of these kinds, that `mfu` and `mfu_of_fp8_peak` are shares of; None: there is none."""
+    given, in_fp8 = arguments.metrics.peak_flops_per_s, arguments.model.fp8 != "none"
+    # A mesh of several kinds of devices has no single peak, and so no MFU.
+    if len(kinds) != 1:
+        return given, None
+    (kind,) = kinds
+    # By the peak of bfloat16 also with products of 8 bits: so runs compare with each other, and with what others publish.
+    known = peak_flops_per_s(kind, "bfloat16" if in_fp8 else arguments.dtype)
+    return known if given is None else given, fp8_peak_flops_per_s(kind) if in_fp8 else None

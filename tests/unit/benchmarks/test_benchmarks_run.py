@@ -44,6 +44,19 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
 
 
 @pytest.mark.slow("runs a whole benchmark")
+def test_the_benchmark_of_8_bits_tells_the_losses_of_three_types(env):
+    command = [sys.executable, "-m", "benchmarks.fp8_curve", "--steps", "2", "--seeds", "1"]
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    three = r"\d\.\d{4} \d\.\d{4} \d\.\d{4}"
+    first, *differ, seconds = done.stdout.splitlines()
+    assert re.fullmatch(rf"seed 1, step 2: loss {three}, eval_loss {three}", first)
+    shape = r"seed 1, (float32|fp8): (loss|eval_loss) differs by \d\.\d\d% \(median\), \d\.\d\d% at most"
+    assert [bool(re.fullmatch(shape, line)) for line in differ] == [True] * 4
+    assert re.fullmatch(r"seed 1: float32 \d+ s, bfloat16 \d+ s, fp8 \d+ s", seconds)
+
+
+@pytest.mark.slow("runs a whole benchmark")
 def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path, env):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     command = [sys.executable, "-m", "benchmarks.shakespeare", str(tmp_path / "text.txt"), "--seeds", "1", "--steps", "2"]

@@ -70,6 +70,14 @@ def test_each_configuration_of_a_real_size_is_compiled():
     assert {path.stem for path in (ROOT / "configs" / "large").glob("*.yaml")} == LARGE.keys()
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_each_computes_in_bfloat16_with_masters_in_float32(name, folder):
+    path = ROOT / "configs" / "large" / f"{name}.yaml"
+    training = load(str(path), [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else []).training
+    assert (training.dtype, training.param_dtype, training.model.fp8) == ("bfloat16", "float32", "none")
+    assert training.optimizer.moment_dtype in (None, "float32")
+
+
 def test_a_compiler_for_tpus_gets_the_flags_that_their_hosts_will_have(monkeypatch):
     class Stop(Exception):
         """Instead of the compiler."""

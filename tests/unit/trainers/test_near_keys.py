@@ -31,6 +31,7 @@ def near(key):
         ("per-device-train-batch-size", ["global_batch_size"]),
         ("num_train_epochs", ["max_num_data_epochs"]),
         ("optimizer.lr", ["optimizer.learning_rate"]),
+        *((name, ["model.fp8"]) for name in ("fp8", "use_fp8", "quantization", "optimizer.fp8_recipe")),
         ("data.sequence_lenght", ["data.sequence_length"]),
         ("sequence_lenght", ["data.sequence_length"]),
         ("optimizer.learnin_rate", ["optimizer.learning_rate"]),

@@ -406,6 +406,10 @@ def test_the_report_of_a_job(job, child_answers):
         "training data": "1,000 sequences = 62.5 steps an epoch",
         "held-out data": "50 sequences",
     }
+    in_fp8 = replace(job, training=replace(job.training, model=replace(job.training.model, fp8="current")))
+    assert job_plan.arithmetic(in_fp8, report)["products"] == (
+        "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"
+    )
     assert report.events(job) == [report.header(job)]
     assert report.header(job) == {
         "ev": "run",

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -289,3 +290,14 @@ def test_a_long_run_has_a_page_of_three_megabytes_in_seconds(tmp_path):
     assert read_s < 10 * json_s  # 4 alone; a busy machine slows one down more than the other
     assert len(text) < 3_000_000
     assert text.count('<details class="incident">') == 500
+
+
+@pytest.mark.parametrize("name", ["mfu", "mfu_of_fp8_peak"])
+def test_each_utilization_has_a_chart_of_its_own_in_percent(name):
+    points = [(1.0, 0.25), (2.0, 0.5)]
+    of_run = SimpleNamespace(
+        overview=SimpleNamespace(metrics={}), names=lambda: [name], curve=lambda asked: points if asked == name else []
+    )
+    (chart,) = page.curves({"run": of_run})
+    assert "Model FLOPs" in str(chart)
+    assert "%" in str(chart)

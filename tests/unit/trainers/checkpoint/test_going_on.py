@@ -39,6 +39,7 @@ def test_with_the_same_settings_nothing_has_changed(run):
         ({"mesh": {"fsdp": 2}}, "mesh.fsdp 1 -> 2", ROUNDING),
         ({"accumulation_steps": 2}, "accumulation_steps 1 -> 2", ROUNDING),
         ({"seed": 1}, "seed 0 -> 1", ANOTHER),
+        ({"model": {"fp8": "current"}}, 'model.fp8 "none" -> "current"', ANOTHER),
         ({"global_batch_size": 8}, "global_batch_size 16 -> 8", ANOTHER),
         ({"optimizer": {"name": "adamw", "learning_rate": 0.1}}, "optimizer.learning_rate 0.01 -> 0.1", ANOTHER),
         ({"max_num_steps": 9}, "max_num_steps 6 -> 9", ANOTHER),  # the schedule follows it

@@ -135,9 +135,10 @@ BY_A_CLOCK = {
     "samples_per_s": ("examples/s", 8.0),
     "tflops_per_s_per_device": ("TFLOP/s", 120e-12),
     "mfu": ("1", 0.12),
+    "mfu_of_fp8_peak": ("1", 0.03),
 }
 """name: (unit, what is published of 10 steps of 80 tokens and 8 samples in 12 s, 2 s of which were no steps, on 4 devices with a
-peak of 1000 FLOP/s, at 6 FLOP a token)"""
+peak of 1000 FLOP/s, and of 4000 FLOP/s for 8 bits, at 6 FLOP a token)"""
 
 OTHERS = {
     "eval_seconds": "s",
@@ -187,8 +188,8 @@ def test_a_run_publishes_all_of_it_and_nothing_else(run):
         "loss_scale",
         "device_memory_bytes",
         "device_memory_peak_bytes",
-        *("busiest_expert", "router_entropy"),
-    }  # of float16, of mixtures of experts, and not of CPUs
+        *("busiest_expert", "router_entropy", "mfu_of_fp8_peak"),
+    }  # of float16, of mixtures of experts, of fp8, and not of CPUs
     assert published == {name for name, _, _ in ROWS} - elsewhere
 
 
@@ -229,7 +230,7 @@ def test_the_rates_of_an_evaluation_are_over_its_seconds(run):
 def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
     now, told = [0.0], []
     layout = Layout(("loss", "tokens", "samples"), (Kind.MEAN, Kind.SUM, Kind.SUM))
-    throughput = Throughput(flops_per_token=6.0, num_devices=4, peak_flops_per_s=1e3)
+    throughput = Throughput(flops_per_token=6.0, num_devices=4, peak_flops_per_s=1e3, fp8_peak_flops_per_s=4e3)
     made = Publisher(throughput, layout, lambda *published: told.append(published), lambda: now[0])
     made.start(0)
     now[0] = 12.0

@@ -14,7 +14,7 @@ from tests.programs.tiny import TableTask
 from tests.unit.training import FIXED, of, trainer
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, count, scalars
-from trainers.metrics.peak_flops import peak_flops_per_s
+from trainers.metrics.peak_flops import FP8_PEAKS, fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import with_perplexity
 from trainers.protocol import Loss
 
@@ -146,3 +146,29 @@ def test_mfu_is_absent_where_the_peak_is_not_known(tmp_path, events):
 )
 def test_peaks_by_the_name_of_the_device(kind, dtype, peak):
     assert peak_flops_per_s(kind, dtype) == peak
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU7x", 2307e12),
+        ("TPU v5", 459e12),
+        ("TPU v5 lite", None),
+        ("TPU v4", None),
+        ("NVIDIA H100 80GB HBM3", 1978.9e12),
+        ("NVIDIA H100 PCIe", 1513e12),
+        ("NVIDIA GB200", 5000e12),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("AMD Instinct MI300X", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_of_8_bits_by_the_name_of_the_device(kind, peak):
+    assert fp8_peak_flops_per_s(kind) == peak
+
+
+def test_a_peak_of_8_bits_is_that_of_a_known_device():
+    for kind, peak in FP8_PEAKS:
+        other = peak_flops_per_s(kind, "bfloat16")
+        assert other is not None
+        assert peak is None or 1 <= peak / other < 2.1

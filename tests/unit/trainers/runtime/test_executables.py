@@ -267,13 +267,14 @@ def test_what_was_compiled_with_other_flags_is_not_taken(monkeypatch, variable):
 
 
 def test_the_key_has_the_versions_of_all_that_takes_part(tmp_path, monkeypatch):
-    for name in ("libtpu-0.0.41", "jax_cuda12_plugin-0.10.2", "nvidia_cudnn_cu12-9.1", "unrelated-1.0"):
+    packages = ("libtpu-0.0.41", "jax_cuda12_plugin-0.10.2", "nvidia_cudnn_cu12-9.1", "qwix-0.0.1")
+    for name in (*packages, "unrelated-1.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(flax, "__version__", "flax's")
     monkeypatch.setattr(optax, "__version__", "optax's")
     found = compile_module._libraries.__wrapped__()
-    for part in (jax.__version__, "flax's", "optax's", "libtpu-0.0.41", "jax_cuda12_plugin-0.10.2", "nvidia_cudnn_cu12-9.1"):
+    for part in (jax.__version__, "flax's", "optax's", *packages):
         assert part in found
     assert sys.version.splitlines()[0] in found
     assert "unrelated" not in found

@@ -71,7 +71,7 @@ def test_it_is_the_update_of_a_state_on_the_devices(name):
         (expected, states[0]), (updates, states[1]) = (
             step(jnp.asarray(applied), gradients, state, params) for step, state in zip(steps, states, strict=True)
         )
-        assert [leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[1]) if leaf.ndim >= 2][0] == host_memory.KIND
+        assert next(leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[1]) if leaf.ndim >= 2) == host_memory.KIND
         for pair in ((updates, expected), (states[1], states[0])) if applied else ((states[1], states[0]),):
             assert jax.tree.structure(pair[0]) == jax.tree.structure(pair[1])
             for one, other in zip(*map(jax.tree.leaves, pair), strict=True):
