@@ -14,8 +14,8 @@ DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "v7x": 2}
 """JAX devices of one chip where that is not 1: generations whose cores are programmed one by one."""
 CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
 """Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
-TOPOLOGY_NAMES = {"v5litepod": "v5e"}
-"""Where JAX names a topology otherwise than Ray does."""
+TOPOLOGY_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
+"""Where JAX names a topology otherwise than Ray does. Of v7x each chip is two devices."""
 FLAT_TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 """Shapes in which v5e and v6e are offered: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus."""
 SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")

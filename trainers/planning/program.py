@@ -76,7 +76,13 @@ def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> li
     from jax.experimental import topologies
 
     several = {"num_slices": slices} if slices > 1 else {}
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
+    found = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
+    if len(found) != count:  # of v4, whose chips it takes for two devices each
+        raise ValueError(
+            f"the compiler for TPUs has {len(found)} devices for {topology}, where a run has {count}: the memory of a device would "
+            "not be that of the run; compile for another accelerator, such as hosts.accelerator=v5p"
+        )
+    return found
 
 
 def compiled(

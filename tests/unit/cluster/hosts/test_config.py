@@ -27,7 +27,7 @@ from cluster.hosts.config import (
     strategy,
 )
 from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER, megascale_env, process_env
-from cluster.hosts.tpu import generation, topology_dims
+from cluster.hosts.tpu import generation, topology_dims, topology_name
 
 TPU = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
 TWO_SLICES = HostsConfig(**TPU, slices=2)
@@ -183,6 +183,11 @@ def test_a_run_of_any_number_of_hosts_between_two():
     text = explain_missing(HostsConfig(min=2, max=9), [node("a", {"CPU": 1.0})])
     assert "asked for 2 hosts" in text
     assert "set hosts.min to at most 1" in text
+
+
+def test_the_compiler_has_names_of_its_own_for_some_topologies():
+    assert [topology_name(name, "2x2x2") for name in ("v5p", "v7x", "tpu7x")] == ["v5p:2x2x2", "tpu7x:2x2x2", "tpu7x:2x2x2"]
+    assert topology_name("v5litepod", "4x4") == "v5e:4x4"
 
 
 def test_names_of_generations():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
 import subprocess
 import sys
 from functools import partial
@@ -321,6 +322,15 @@ def test_a_tpu_needs_its_compiler(monkeypatch):
     monkeypatch.setattr(program, "is_installed", lambda name: False)
     with pytest.raises(UsageError, match="pip install 'libtpu=="):
         program.devices_of("tpu", 16, "v5e:4x4")
+
+
+def test_a_compiler_that_takes_a_chip_for_other_devices_than_jax_does_is_not_asked(monkeypatch):
+    found = types.SimpleNamespace(devices=[None] * 16)
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "here")
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", lambda **asked: found)
+    assert len(program.devices_of("tpu", 16, "v5e:4x4")) == 16
+    with pytest.raises(ValueError, match="the compiler for TPUs has 16 devices for v4:2x2x2, where a run has 8"):
+        program.devices_of("tpu", 8, "v4:2x2x2")
 
 
 @pytest.mark.costs("starts a process that builds the model")
