@@ -79,8 +79,8 @@ def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> li
     found = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
     if len(found) != count:  # of v4, whose chips it takes for two devices each
         raise ValueError(
-            f"the compiler for TPUs has {len(found)} devices for {topology}, where a run has {count}: the memory of a device would "
-            "not be that of the run; compile for another accelerator, such as hosts.accelerator=v5p"
+            f"the compiler for TPUs has {len(found)} devices for {topology}, where a run has {count}: the memory of a device "
+            "would not be that of the run; compile for another accelerator, such as hosts.accelerator=v5p"
         )
     return found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
 import subprocess
 import sys
+import types
 from functools import partial
 
 import jax
