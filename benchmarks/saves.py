@@ -36,6 +36,7 @@ from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
 from trainers.storage import usage
+from trainers.surroundings import keep_freed_memory
 
 LAYERS, ARRAYS_PER_LAYER = 12, 9
 
@@ -173,6 +174,7 @@ def main() -> None:
         "--storage", choices=("disk", "gs", "s3"), default="disk", help="of ours; Orbax' own saves are on the disk"
     )
     options = parser.parse_args()
+    keep_freed_memory(os.environ)  # as the processes do that train
     with tempfile.TemporaryDirectory(prefix="saves-") as folder, storage_of(options.storage, folder) as place:
         found = measured(jax.devices(), options.millions, options.rounds, folder, place)
     size, ours_s, orbax_s = found["bytes"], found["ours_held"], found["orbax_held"]
