@@ -38,6 +38,11 @@ FIRST_STEP = "first step: loss"
 """How the line of the command begins that says so."""
 
 
+def model_settings() -> dict[str, Any]:
+    """Returns the same model as the section `model` of this project has it."""
+    return {**MODEL._asdict(), "num_kv_heads": MODEL.num_heads, "tie_embeddings": False}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)

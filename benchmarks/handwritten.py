@@ -23,7 +23,7 @@ from trainers.config import CheckpointConfig, DataConfig, EvaluationConfig, Mode
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.trainer.assembly import assemble
 
-MODEL = ModelConfig(**by_hand.MODEL._asdict(), num_kv_heads=by_hand.MODEL.num_heads, tie_embeddings=False)
+MODEL = ModelConfig(**by_hand.model_settings())
 
 
 def main() -> None:

@@ -69,9 +69,8 @@ def hand(folder: Path, steps: int) -> Found:
 
 
 def ours(folder: Path, launch: str, steps: int) -> Found:
-    model = {**by_hand.MODEL._asdict(), "num_kv_heads": by_hand.MODEL.num_heads, "tie_embeddings": False}
     sections = {
-        "model": model,
+        "model": by_hand.model_settings(),
         "data": {"sequence_length": by_hand.TIME},
         "optimizer": {"learning_rate": by_hand.LEARNING_RATE, "max_grad_norm": by_hand.MAX_NORM},
         "evaluation": {"max_batches": 1},

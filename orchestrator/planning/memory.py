@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
 from orchestrator.planning.hardware import Hardware
+from trainers.metrics.host_usage import bytes_of_machine
 
 DOES_NOT_FIT = "does not fit in the memory"
 """What the compiler for TPUs says (`trainers.planning.program`), and what is said here."""
@@ -40,13 +40,7 @@ def room(hosts: HostsConfig, device: Hardware | None) -> Room | None:
         if hosts_config.spreads(hosts):
             return None
         devices = hosts_config.num_devices(hosts)
-        return Room(_bytes_of_machine() / devices, "peak", f"{devices} share this machine")
+        return Room(bytes_of_machine() / devices, "peak", f"{devices} share this machine")
     if device is None:
         return None
     return Room(device.memory_bytes, "arguments" if hosts.kind == "gpu" else "peak", device.name)
-
-
-def _bytes_of_machine() -> Any:
-    import psutil
-
-    return psutil.virtual_memory().total

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from trainers.metrics.host_usage import bytes_of_machine
 from trainers.runtime import multihost
 
 SHARE = 0.95
@@ -44,11 +45,5 @@ def room() -> Room:
     if limits:
         own, source = int(SHARE * min(limits)), f"{SHARE:.0%} of its memory"
     else:
-        own, source = _bytes_of_machine() // jax.device_count(), f"the memory of this machine, which {jax.device_count()} share"
+        own, source = bytes_of_machine() // jax.device_count(), f"the memory of this machine, which {jax.device_count()} share"
     return Room(min(multihost.all_hosts("memory of a device", own)), source)
-
-
-def _bytes_of_machine() -> int:
-    import psutil
-
-    return psutil.virtual_memory().total

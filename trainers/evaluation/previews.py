@@ -129,7 +129,7 @@ class Previews:
 def shard_cache(mesh: Mesh, cache: Any) -> Any:
     def put(leaf: jax.Array) -> jax.Array:
         # leaf: [..., B, S, heads, channels]. Heads that the tensor axis does not divide stay whole.
-        heads = "tensor" if leaf.shape[-2] % mesh.shape["tensor"] == 0 else None
+        heads = meshes.over_tensor(mesh, leaf.shape[-2])
         spec = PartitionSpec(*[None] * (leaf.ndim - 4), meshes.batch_axes(mesh.shape), None, heads, None)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 

@@ -16,6 +16,13 @@ RATE_EVERY_S = 1.0
 """A rate is that of at least so long; readings that come sooner tell it again."""
 
 
+def bytes_of_machine() -> int:
+    """Returns the size of this machine's memory."""
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
 class HostUsage:
     """Reads the usage of this machine and of this process. One thread must make all calls: psutil counts for each by itself."""
 

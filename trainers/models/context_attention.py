@@ -21,7 +21,7 @@ from trainers.config.model import CONTEXT
 from trainers.models import partial_attention
 from trainers.models.partial_attention import Gradients, Part, Score, Tokens, joined
 from trainers.parallel import sequence
-from trainers.parallel.mesh import dividing, traced_for
+from trainers.parallel.mesh import dividing, over_tensor, traced_for
 from trainers.parallel.platform import kind_of_host
 
 
@@ -115,7 +115,7 @@ def _on_devices(how: How, function: Callable[..., Any], divided: int, returned: 
     mesh = traced_for()
     assert mesh is not None
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
-    heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
+    heads = over_tensor(mesh, key_BTKC.shape[2])
     of_heads = PartitionSpec(how.rows, CONTEXT, heads)
     # The segments of whole rows: they are few numbers, and every device knows them.
     specs = (*[of_heads] * divided, PartitionSpec(how.rows), PartitionSpec())

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from trainers.config.attention import SPLASH_BLOCK_TOKENS
-from trainers.parallel.mesh import rows_over, traced_for
+from trainers.parallel.mesh import over_tensor, rows_over, traced_for
 
 LARGEST_BLOCK_TOKENS = 512
 
@@ -33,7 +33,7 @@ def splash(
     if mesh is None:
         return kernel(query_BTHC, key_BTKC, value_BTKC, segments_BT)
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
-    heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
+    heads = over_tensor(mesh, key_BTKC.shape[2])
     rows = rows_over(mesh)
     x_BTHC, rows_BT = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None)
     arrays = [query_BTHC, key_BTKC, value_BTKC, *([] if segments_BT is None else [segments_BT])]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
 from trainers.config.model import CONTEXT, PIPELINE, SLICE, TENSOR, batch_axes, num_replicas, stage_axes
@@ -117,6 +117,11 @@ def dividing(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
     """Returns `rows_over`; None if the devices along these axes cannot have equal parts of so many examples."""
     axes = rows_over(mesh)
     return None if rows % math.prod(mesh.shape[axis] for axis in axes) else axes
+
+
+def over_tensor(mesh: Mesh | AbstractMesh, size: int) -> str | None:
+    """Returns the axis `tensor`; None if its devices cannot have equal parts of so many heads or channels."""
+    return None if size % mesh.shape[TENSOR] else TENSOR
 
 
 def traced_device() -> jax.Device | None:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainers.config.model import CONTEXT, TENSOR
 from trainers.parallel import sequence
-from trainers.parallel.mesh import by_rows, dividing, traced_for
+from trainers.parallel.mesh import by_rows, dividing, over_tensor, traced_for
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TokenParts:
 
     def columns(self, x_NF: jax.Array) -> jax.Array:
         """Of a product whose columns are heads, or channels of the MLP."""
-        if self.own_columns is None or x_NF.shape[-1] % self.own_columns.mesh.shape[TENSOR]:
+        if self.own_columns is None or over_tensor(self.own_columns.mesh, x_NF.shape[-1]) is None:
             return x_NF
         return jax.lax.with_sharding_constraint(x_NF, self.own_columns)
 

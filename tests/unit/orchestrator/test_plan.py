@@ -190,7 +190,7 @@ def test_a_step_too_large_for_this_machine_is_refused_and_the_change_makes_it_fi
         return {"memory": {"peak": peak, "arguments": 1e9}, "exchanged": []}
 
     monkeypatch.setattr(compiling, "facts", facts)
-    monkeypatch.setattr(memory, "_bytes_of_machine", lambda: 16e9)
+    monkeypatch.setattr(memory, "bytes_of_machine", lambda: 16e9)
     config = load(TINY, [f"storage={tmp_path}"])
     room = memory.room(config.hosts, None)
     found = plan.compiled(config, room)
