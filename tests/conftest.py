@@ -19,6 +19,13 @@ with pytest.MonkeyPatch.context() as patch:
     jax.devices()
 
 
+@pytest.fixture(autouse=True)
+def _threads_of_others_are_their_own():
+    """A command that a test calls sets it for its own process, which is the one of all tests here."""
+    yield
+    os.environ.pop("NPROC", None)
+
+
 def pytest_addoption(parser):
     parser.addoption("--check-costs", action="store_true", help="fail if a test costs far more than one of its folder may")
 

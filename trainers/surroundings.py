@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import pwd
+import re
 import signal
 import stat
 import tempfile
@@ -19,6 +20,11 @@ single array; nothing is given back."""
 OF_ALLOCATOR = ("GLIBC_TUNABLES", "LD_PRELOAD", *(f"MALLOC_{name}" for name in ("ARENA_MAX", "ARENA_TEST", "MMAP_MAX_")))
 OF_ALLOCATOR += ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 """Variables with which a user has chosen otherwise."""
+
+CPU_THREADS_PER_DEVICE = 4
+"""The devices of one process wait for each other in XLA's threads, in several collectives at a time. XLA starts one per core."""
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""With XLA's default, a step that accumulates gradients may hang: its devices run their collectives in different orders."""
 
 
 def end_with_parent() -> None:
@@ -38,6 +44,19 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     if mallopt is None:
         return False
     return min(mallopt(number, value) for number, value in MALLOPT.values()) == 1
+
+
+def allow_for_forced_devices(environ: MutableMapping[str, str]) -> None:
+    """Gives a process with several CPU devices, by XLA_FLAGS or JAX_NUM_CPU_DEVICES, what a host of a gang gets: threads enough,
+    and collectives in one order. On few cores it hangs without. What the environment says itself comes first. Must be called
+    before JAX computes."""
+    flags = environ.get("XLA_FLAGS", "")
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags) or [environ.get("JAX_NUM_CPU_DEVICES", "")]
+    if not forced[-1].isdecimal() or int(forced[-1]) < 2 or not _is_for_cpus(environ):
+        return
+    environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * int(forced[-1])))
+    if IN_ORDER.partition("=")[0] not in flags:
+        environ["XLA_FLAGS"] = f"{IN_ORDER} {flags}".strip()
 
 
 def _is_for_cpus(environ: Mapping[str, str]) -> bool:

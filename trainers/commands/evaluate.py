@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ from trainers.program import parser as command_parser
 from trainers.runtime.events import Event
 from trainers.settings import read
 from trainers.storage import not_finite
+from trainers.surroundings import allow_for_forced_devices
 from trainers.terminal import command
 
 
@@ -47,6 +49,7 @@ class Result:
 @command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
+    allow_for_forced_devices(os.environ)
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
     try:
         with named_by(options):

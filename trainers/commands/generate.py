@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
+from trainers.surroundings import allow_for_forced_devices
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
@@ -58,6 +60,7 @@ class Opened:
 @command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
+    allow_for_forced_devices(os.environ)
     try:
         texts = prompts_of(options)
         tell(f"reading {options.source}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.storage.documents import is_url
+from trainers.surroundings import allow_for_forced_devices
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
@@ -40,6 +42,7 @@ TASK = "trainers.tasks.preference:PreferenceTask"
 @command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
+    allow_for_forced_devices(os.environ)
     try:
         check_output(options.output)
         say(f"reading {options.config}", stream=sys.stderr)

@@ -10,15 +10,18 @@ import sys
 import psutil
 import pytest
 
+from cluster.hosts.config import HostsConfig
+from cluster.hosts.process_env import process_env
 from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
 from tests.programs.processes import wait_until
+from trainers.commands import evaluate, generate, reference, run
 from trainers.config import recorders
 from trainers.config.arguments import load_object
 from trainers.config.working_folder import is_installed, of_a_copy
 from trainers.errors import CheckpointMissingError, DataMissingError, code_missing
-from trainers.surroundings import ensure_home
+from trainers.surroundings import allow_for_forced_devices, ensure_home
 
 NOBODY = 2**31 - 7
 """A number that no list of users has."""
@@ -182,3 +185,61 @@ def test_what_computes_on_cpus_keeps_the_memory_that_it_frees(program):
 def test_the_memory_is_not_kept_with_an_accelerator_or_where_a_user_has_chosen_otherwise(variables, keeps):
     pages = pages_of_the_last_turn(KEEPS.format(keeps), **variables)
     assert pages < 100 if keeps else pages > 1000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_force_host_platform_device_count=4"},
+        {"JAX_NUM_CPU_DEVICES": "4"},
+    ],
+)
+def test_a_process_with_several_forced_devices_gets_what_a_host_gets(given):
+    """Its devices wait for each other: with XLA's one thread per core they would for ever."""
+    of_a_host = process_env(HostsConfig(devices_per_host=4), 0, "cache")
+    environ = {"JAX_PLATFORMS": "cpu", **given}
+    for _ in range(2):  # the second time changes nothing
+        allow_for_forced_devices(environ)
+        assert environ["NPROC"] == of_a_host["NPROC"]
+        assert environ["XLA_FLAGS"].split()[0] == of_a_host["XLA_FLAGS"].split()[0]
+        assert environ["XLA_FLAGS"].split()[1:] == given.get("XLA_FLAGS", "").split()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"JAX_PLATFORMS": "cpu"},
+        {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    ],
+)
+def test_a_process_with_one_device_or_an_accelerator_stays_as_it_is(given):
+    environ = dict(given)
+    allow_for_forced_devices(environ)
+    assert environ == given
+
+
+def test_what_the_environment_says_of_threads_comes_first():
+    asked = {
+        "NPROC": "7",
+        "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_force_host_platform_device_count=4",
+    }
+    environ = {"JAX_PLATFORMS": "cpu", **asked}
+    allow_for_forced_devices(environ)
+    assert environ == {"JAX_PLATFORMS": "cpu", **asked}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (run, ["none.yaml"]),
+        (evaluate, ["none"]),
+        (generate, ["none", "--prompt", "a"]),
+        (reference, ["none.yaml", "--output", "none"]),
+    ],
+)
+def test_each_command_that_computes_gets_threads_for_its_devices(command, arguments, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    assert command.main(*([] if command is run else [arguments])) == 2
+    assert os.environ["NPROC"] == "32"
