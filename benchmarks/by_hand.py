@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,18 @@ def main() -> None:
     written = HandWritten(jax.jit(first_params)(jax.random.key(0)), batches_of_files(4))
     print(f"{FIRST_STEP} {written.step():.4f}", flush=True)
     print(f"{written.run(options.steps):,.0f} tokens/s")
+
+
+def write(folder: Path) -> None:
+    """Writes the sizes, the first parameters and the batches, for a loop in another library."""
+    params = jax.jit(first_params)(jax.random.key(0))
+    layers = {f"layers.{n}.{name}": leaf for n, layer in enumerate(params.pop("layers")) for name, leaf in layer.items()}
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    of_optimizer = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "max_norm": MAX_NORM}
+    of_model = {**MODEL._asdict(), "time": TIME, "norm_eps": NORM_EPS, "rope_theta": ROPE_THETA, "layer": names}
+    (folder / "sizes.json").write_text(json.dumps({**of_model, **of_optimizer, "first_step": FIRST_STEP}))
+    arrays = {name: np.asarray(leaf) for name, leaf in {**params, **layers}.items()}
+    np.savez(folder / "arrays.npz", batches=np.stack(batches_of_files(4)), **arrays)
 
 
 def batches_of_files(count: int) -> list[np.ndarray]:

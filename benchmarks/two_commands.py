@@ -1,10 +1,11 @@
 """Two commands in turns, each in a process of its own: `trainers.run`, and a loop written by hand.
 
-    python -m benchmarks.two_commands [--rounds 5] [--steps 40]
+    python -m benchmarks.two_commands [--rounds 5] [--steps 40] [--torch PYTHON [--compile]]
 
 Told are the seconds until the first step is complete, and the tokens/s of the later steps. Each round starts both commands three
 times: with no compiled programs, and twice with those that are kept. Both keep them: the loop by hand in JAX's own cache. The
-model and its batches are those of `benchmarks.by_hand`.
+model and its batches are those of `benchmarks.by_hand`. With `--torch`, the Python of an environment that has torch, the loop by
+hand is that of `benchmarks.by_torch`, from the same parameters. It keeps no programs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from benchmarks import by_hand
 
 LAUNCHES = ("first launch", "second launch", "third launch")
+BY_TORCH = str(Path(__file__).with_name("by_torch.py"))
 RATE = re.compile(r"([\d,]+) tokens/s")
 
 
@@ -36,12 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--torch", metavar="PYTHON", help="the loop by hand is in torch, which this Python has")
+    parser.add_argument("--compile", action="store_true", help="with --torch: by torch.compile")
     options = parser.parse_args()
     pairs: dict[str, list[tuple[Found, Found]]] = {launch: [] for launch in LAUNCHES}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="two-commands-") as folder:
             for launch, so_far in pairs.items():
-                pair = hand(Path(folder), options.steps), ours(Path(folder), launch, options.steps)
+                pair = by_hand_in(Path(folder), options), ours(Path(folder), launch, options.steps)
                 so_far.append(pair)
                 print(f"round {number}, {launch}: {told([pair])}", flush=True)
     for launch, found in pairs.items():
@@ -64,8 +68,14 @@ def told(pairs: list[tuple[Found, Found]]) -> str:
     )
 
 
-def hand(folder: Path, steps: int) -> Found:
-    return found(by_hand.FIRST_STEP, ["benchmarks.by_hand", "--steps", str(steps)], folder / "by hand")
+def by_hand_in(folder: Path, options: argparse.Namespace) -> Found:
+    steps = ["--steps", str(options.steps)]
+    if options.torch is None:
+        return found(by_hand.FIRST_STEP, [sys.executable, "-m", "benchmarks.by_hand", *steps], folder / "by hand")
+    if not (folder / "sizes.json").exists():
+        by_hand.write(folder)
+    compiled = ["--compile"] * options.compile
+    return found(by_hand.FIRST_STEP, [options.torch, BY_TORCH, str(folder), *steps, *compiled], folder / "by hand")
 
 
 def ours(folder: Path, launch: str, steps: int) -> Found:
@@ -81,11 +91,11 @@ def ours(folder: Path, launch: str, steps: int) -> Found:
     settings += [f"{key}={value}" for key, value in keys.items()]
     settings += [f"storage={folder / 'runs'}", f"name={launch.replace(' ', '-')}"]
     (folder / "config.yaml").write_text("{}\n")
-    return found("step 1/", ["trainers.run", str(folder / "config.yaml"), *settings], folder / "trainers")
+    return found("step 1/", [sys.executable, "-m", "trainers.run", str(folder / "config.yaml"), *settings], folder / "trainers")
 
 
 def found(line: str, command: list[str], cache: Path) -> Found:
-    """Runs a module, which prints this line after its first step. Compiled programs are kept in `cache`."""
+    """Runs a command, which prints this line after its first step. Compiled programs are kept in `cache`."""
     env = {
         **os.environ,
         "GANGWAY_PROGRAMS": str(cache / "programs"),
@@ -94,9 +104,7 @@ def found(line: str, command: list[str], cache: Path) -> Found:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     began_s = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, "-m", *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         printed, took_s, rates = [], None, []
         for text in process.stdout or ():
             printed.append(text)

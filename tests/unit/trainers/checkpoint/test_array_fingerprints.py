@@ -54,6 +54,14 @@ def test_the_words_of_an_element_may_not_change_places(dtype):
     assert of(array) != of(swapped)
 
 
+def test_those_of_many_arrays_of_one_shape_are_those_of_each_alone():
+    """As the layers of a list are: several are summed in one loop."""
+    layers = [{"kernel": values(np.float32, 4, 3) + n} for n in range(9)]
+    rows = np.asarray(traced(layers))
+    assert [tuple(row) for row in rows.tolist()] == [of(layer["kernel"]) for layer in layers]
+    assert len(set(map(tuple, rows.tolist()))) == 9
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_a_wide_array_has_the_same_fingerprint_on_any_mesh(dtype):
     array = values(dtype, 8, 4)
