@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,21 +42,7 @@ LAYERS, ARRAYS_PER_LAYER = 12, 9
 
 
 def state_of(num_parameters: int, mesh: Mesh, step: int) -> TrainState:
-    columns = 256
-    rows = num_parameters // (LAYERS * ARRAYS_PER_LAYER * columns)
-    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    rows -= rows % mesh.devices.size
-    make = jax.jit(
-        lambda key: {
-            f"layer {n}": {
-                f"array {m}": jax.random.normal(jax.random.fold_in(key, n * 100 + m), (rows, columns))
-                for m in range(ARRAYS_PER_LAYER)
-            }
-            for n in range(LAYERS)
-        },
-        out_shardings=place,
-    )
+    make, everywhere = maker_of(num_parameters, mesh), NamedSharding(mesh, PartitionSpec())
     params, first, second = (make(jax.random.key(3 * step + n)) for n in range(3))
     # Arrays of their own: none can be donated twice.
     counters = [jax.device_put(np.int32(step), everywhere) for _ in range(3)]
@@ -68,6 +54,25 @@ def state_of(num_parameters: int, mesh: Mesh, step: int) -> TrainState:
         totals={"tokens": jax.device_put(np.zeros(2, np.uint32), everywhere)},
         sums={},
         loss_stats={"mean": jax.device_put(np.float32(1.0), everywhere)},
+    )
+
+
+@cache
+def maker_of(num_parameters: int, mesh: Mesh) -> Callable[[jax.Array], Any]:
+    """Returns what makes the parameters. It is compiled once: what a compiler leaves behind slows down what comes next."""
+    columns = 256
+    rows = num_parameters // (LAYERS * ARRAYS_PER_LAYER * columns)
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    rows -= rows % mesh.devices.size
+    return jax.jit(
+        lambda key: {
+            f"layer {n}": {
+                f"array {m}": jax.random.normal(jax.random.fold_in(key, n * 100 + m), (rows, columns))
+                for m in range(ARRAYS_PER_LAYER)
+            }
+            for n in range(LAYERS)
+        },
+        out_shardings=place,
     )
 
 

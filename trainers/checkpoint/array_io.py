@@ -53,11 +53,14 @@ class ArrayFiles:
     def write(self, folder: Folder, take: Callable[[], Any], copied: Callable[[], None]) -> None:
         """Writes this host's part of the tree that `take` returns to `folder`, which must exist. Calls `copied` as soon as the
         arrays may be donated. All hosts must call this, in a thread without an event loop. Raises whatever Orbax raises."""
-        save = self._handler.async_save(_path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
-        futures = asyncio.run(save) or []
-        # The arrays are copied by now; the futures stand for the files.
-        copied()
-        for future in futures:
+
+        async def begin() -> list[Any]:
+            futures = await self._handler.async_save(_path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
+            # The arrays are copied by now; the futures stand for the files. Here, for the loop takes its time to close.
+            copied()
+            return futures or []
+
+        for future in asyncio.run(begin()):
             future.result(timeout=WRITE_TIMEOUT_S)
 
     def merge(self, folder: Folder) -> None:

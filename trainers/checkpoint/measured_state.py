@@ -69,7 +69,8 @@ class MeasuredState:
 
     def begin(self, state: TrainState) -> Measurement:
         """Begins to measure a state, which may be donated as soon as this returns. All hosts must call this."""
-        return Measurement(leaf_names(state), shapes(state), self._program(state))
+        on_device = self._program(state)  # first: the devices compute while the host finds the names
+        return Measurement(leaf_names(state), shapes(state), on_device)
 
     def described(self, state: TrainState) -> dict[str, Any]:
         """Returns what a checkpoint's meta says of the arrays in it. All hosts must call this."""
