@@ -224,7 +224,9 @@ class _Conversion:
         choices = typing.get_args(hint)
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        raise self._wrong(path, f"expected {_expected(hint)}", value, did_you_mean(str(value), map(str, choices)))
+        elsewhere = near_keys.VALUES_ELSEWHERE.get(shown(path), {}).get(str(value).lower())
+        near = did_you_mean(str(value), map(str, choices)) if elsewhere is None else f"; {elsewhere}"
+        raise self._wrong(path, f"expected {_expected(hint)}", value, near)
 
     def _list(self, hint: Any, value: Any, path: KeyPath) -> Any:
         """A wrong item makes the whole list wrong: its length may matter."""

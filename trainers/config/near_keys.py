@@ -133,6 +133,14 @@ OF_OTHERS = _by_name(
 )
 """Our keys, by the name that a setting has in another program: EasyDeL, fairseq2, VeOmni, the Trainer of Hugging Face."""
 
+VALUES_ELSEWHERE = {
+    "dtype": dict.fromkeys(
+        ("fp8", "float8", "e4m3", "float8_e4m3", "float8_e4m3fn", "int8"),
+        "products of 8 bits are `model.fp8: current`, beside `dtype: bfloat16`",
+    )
+}
+"""What to do in place of a value that another program has for a key."""
+
 
 def near(root: type, section: str, here: Iterable[str], name: str) -> list[str]:
     """Returns the keys of `root`, such as `optimizer.learning_rate`, that `name` in a section may stand for; none if there is no

@@ -70,3 +70,13 @@ def test_the_table_has_the_names_of_the_document():
             assert set(near_keys.OF_OTHERS[name]) & set(keys), (name, keys)
             checked += 1
     assert checked > 80
+
+
+@pytest.mark.parametrize("value", ["fp8", "FP8", "float8_e4m3fn"])
+def test_a_value_that_another_program_has_is_answered_with_the_key_that_does_it(value):
+    with pytest.raises(ValueError, match=re.escape("products of 8 bits are `model.fp8: current`, beside `dtype: bfloat16`")):
+        from_dict(TrainingArguments, {"dtype": value})
+
+
+def test_each_key_of_such_a_value_is_one():
+    assert near_keys.VALUES_ELSEWHERE.keys() <= {".".join(key) for key in near_keys.all_keys(TrainingArguments)}
