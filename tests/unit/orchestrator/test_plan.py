@@ -32,6 +32,15 @@ def test_a_plan_for_other_machines(tmp_path, capsys):
     assert found["tokens_per_day"] == pytest.approx(found["tokens_per_step"] * found["goodput"] * 86400 / found["step_s"])
 
 
+@pytest.mark.parametrize(("fp8", "not_of"), [("none", ""), ("current", " in bfloat16, not in 8 bits")])
+def test_a_time_says_whose_runs_it_is_by(fp8, not_of):
+    training = types.SimpleNamespace(model=types.SimpleNamespace(fp8=fp8))
+    config = types.SimpleNamespace(hosts=HostsConfig(kind="gpu", devices_per_host=8), training=training)
+    estimate = types.SimpleNamespace(flops_per_step=1e15, num_devices=8, num_hosts=1, state_bytes_per_device=1e9)
+    found = plan.by_figures(config, estimate, {"exchanged": {"all-reduce": 1e9}}, DEVICES["h100"])
+    assert found["source"] == f"published runs{not_of}"
+
+
 def lines_of(**changes):
     found = {
         "name": "a",
