@@ -132,16 +132,18 @@ def test_only_gradients_go_between_slices_and_all_between_machines_with_gpus():
     """Before, a step on several slices was told as if all its exchanges went over the slower network."""
     about = {"num_devices": 32, "flops_per_step": 1e9, "state_bytes_per_device": 6e8, "checkpoint_bytes": 96e8, "parameters": 8e8}
     found, device = {"exchanged": {"all-gather": 2e9}}, DEVICES["v5e"]
+    training = types.SimpleNamespace(model=types.SimpleNamespace(fp8="none"))
     took_s = {}
     for slices in (1, 2):
         hosts = types.SimpleNamespace(kind="tpu", slices=slices)
         estimate = types.SimpleNamespace(**about, num_hosts=4, mesh={"slice": 2} if slices > 1 else {})
-        took_s[slices] = plan.by_figures(types.SimpleNamespace(hosts=hosts), estimate, found, device)["step_s"]
+        config = types.SimpleNamespace(hosts=hosts, training=training)
+        took_s[slices] = plan.by_figures(config, estimate, found, device)["step_s"]
     # A sixteenth of 3.2 GB of gradients, half of it twice, at 3 GB/s.
     assert took_s[1] == pytest.approx(2e9 / 200e9)
     assert took_s[2] == pytest.approx(took_s[1] + 0.2e9 / 3e9)
     for machines, seconds in ((1, 2e9 / 450e9), (4, 2e9 / 50e9)):
-        config = types.SimpleNamespace(hosts=types.SimpleNamespace(kind="gpu", slices=1))
+        config = types.SimpleNamespace(hosts=types.SimpleNamespace(kind="gpu", slices=1), training=training)
         estimate = types.SimpleNamespace(**about, num_hosts=machines, mesh={})
         assert plan.by_figures(config, estimate, found, DEVICES["h100"])["step_s"] == pytest.approx(seconds)
 
