@@ -22,7 +22,8 @@ OF_ALLOCATOR += ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP
 """Variables with which a user has chosen otherwise."""
 
 CPU_THREADS_PER_DEVICE = 4
-"""The devices of one process wait for each other in XLA's threads, in several collectives at a time. XLA starts one per core."""
+"""The devices of one process wait for each other in XLA's threads, in several collectives at a time. XLA starts one per core.
+This and the next are also in `cluster.hosts.process_env`, for neither of the two packages imports the other; a test compares."""
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """With XLA's default, a step that accumulates gradients may hang: its devices run their collectives in different orders."""
 

@@ -38,8 +38,8 @@ def measured(tree: Any) -> jax.Array:
         groups.setdefault((_parameter_names(path), leaf.shape, leaf.dtype, of_layers), []).append(index)
     fingerprint_of: dict[int, jax.Array] = {}
     for (*_, of_layers), members in groups.items():
-        for first in range(0, len(members), IN_ONE_LOOP):
-            some = members[first : first + IN_ONE_LOOP]
+        for start in range(0, len(members), IN_ONE_LOOP):
+            some = members[start : start + IN_ONE_LOOP]
             stacks = [leaves[index][1] for index in some]
             rows = _sums_by_layers(stacks) if of_layers else _sums_of(host_memory.to_device(stacks))
             fingerprint_of.update(zip(some, rows, strict=True))
@@ -50,9 +50,10 @@ def measured(tree: Any) -> jax.Array:
 def _sums_of(members: Sequence[jax.Array], first: Any = None) -> jax.Array:
     """Returns uint32[members, 3], of arrays of one shape. `first`: they are slices of larger ones, and begin with this index;
     None: they are whole."""
+    of_members = [_bits(member) for member in members]
     lanes: list[jax.Array] = []
-    for bits, not_finite in map(_bits, members):
-        position = _positions(bits.shape, first)
+    position = _positions(of_members[0][0].shape, first)
+    for bits, not_finite in of_members:
         lanes += [*(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS), not_finite]
     # Addition modulo 2**32 does not depend on the order, so any division over devices gives the same bits. All lanes in one pass
     # over the arrays: a pass for each took ten times as long on a CPU, and one over stacked arrays four times.

@@ -54,7 +54,6 @@ class BackgroundSave:
         meta: Callable[[], dict[str, Any]],
         patience_s: float | None,
         *,
-        before_writing: Callable[[], None] = lambda: None,
         obstacle: Callable[[], str],
         may_replace: Callable[[], bool],
     ) -> None:
@@ -62,8 +61,7 @@ class BackgroundSave:
         `trainers.checkpoint.commit.Commit`.
 
         Waits for the save before it. The hosts first agree on whether there is an `obstacle` on any of them: if so, it has failed
-        on all when this returns. The same holds if the storage does not answer within `patience_s` (None: no limit). The thread
-        that writes calls `before_writing` first.
+        on all when this returns. The same holds if the storage does not answer within `patience_s` (None: no limit).
         """
         self.wait()
         try:
@@ -77,7 +75,6 @@ class BackgroundSave:
 
         def write(folder: Folder) -> None:
             try:
-                before_writing()
                 self.arrays.write(folder, hand_over.pop, copied.set)
             except (ValueError, TypeError, NotImplementedError) as error:
                 # Of the storage, or of the arrays? If it is theirs, no storage that comes back will help.

@@ -81,11 +81,13 @@ class CheckpointManager:
         if step == self.last_saved_step:
             return
         described = self._measured_as_saved(step, state, meta)
+        if jax.default_backend() == "cpu":
+            described.broken()  # waits: the cores that measure are those that write, and a save beside it slows it down threefold
         patience_s = None if patient else self._storage_patience_s
         if problem := self._owner.claim(patience_s):
             self._saver.failed(step, problem)
         else:
-            self._saver.save(step, state, described.meta, patience_s, before_writing=described.end_on_cpus)
+            self._saver.save(step, state, described.meta, patience_s)
         # Only now: an accelerator has measured it while the arrays were copied. The save itself has found the same.
         if described.broken():
             self._saver.refused()
@@ -210,11 +212,6 @@ class _AsSaved:
     def __init__(self, step: int, about: Mapping[str, Any], measured: MeasuredState, state: TrainState):
         self.measurement: Measurement = measured.begin(state)
         self._step, self._about, self._measured = step, about, measured
-
-    def end_on_cpus(self) -> None:
-        """Waits for the devices if they are the cores that write: a save beside it would slow it down threefold."""
-        if jax.default_backend() == "cpu":
-            self.broken()
 
     def broken(self) -> list[str]:
         """Returns the leaves that are not finite and should be. Waits for the device."""

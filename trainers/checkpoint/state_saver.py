@@ -49,17 +49,9 @@ class StateSaver:
             on_failed=self._failed,
         )
 
-    def save(
-        self,
-        step: int,
-        state: TrainState,
-        meta: Callable[[], dict[str, Any]],
-        patience_s: float | None,
-        *,
-        before_writing: Callable[[], None],
-    ) -> None:
+    def save(self, step: int, state: TrainState, meta: Callable[[], dict[str, Any]], patience_s: float | None) -> None:
         """Starts a save of `state`, in the folder that is claimed; returns when its arrays may be donated. `meta` is that of
-        `trainers.checkpoint.commit.Commit`, `before_writing` that of `BackgroundSave.start`."""
+        `trainers.checkpoint.commit.Commit`."""
         final, num_bytes = self._owner.folder / str(step), num_bytes_of(state)
         self._background.start(
             step,
@@ -67,7 +59,6 @@ class StateSaver:
             final,
             meta,
             patience_s,
-            before_writing=before_writing,
             obstacle=lambda: self._obstacle(step, num_bytes),
             may_replace=lambda: step in self._course.superseded,
         )

@@ -179,9 +179,8 @@ class _Conversion:
         """Returns the section. Raises _WrongError if a key without a default is missing or wrong, or if its own check fails."""
         fields = {item.name: item for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
         if not isinstance(data, Mapping):
-            instead = getattr(cls, "no_texts", {}).get(str(data))
-            hint = "" if instead is None else f"; {instead}"
-            raise self._wrong(path, f"expected a section with keys among {', '.join(fields)}{hint}", data)
+            expected = f"expected a section with keys among {', '.join(fields)}"
+            raise self._wrong(path, f"{expected}{_elsewhere(path, data)}", data)
         hints, values = hints_of(cls), {}
         for key, item in data.items():
             if key not in fields:
@@ -224,8 +223,7 @@ class _Conversion:
         choices = typing.get_args(hint)
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        elsewhere = near_keys.VALUES_ELSEWHERE.get(shown(path), {}).get(str(value).lower())
-        near = did_you_mean(str(value), map(str, choices)) if elsewhere is None else f"; {elsewhere}"
+        near = _elsewhere(path, value) or did_you_mean(str(value), map(str, choices))
         raise self._wrong(path, f"expected {_expected(hint)}", value, near)
 
     def _list(self, hint: Any, value: Any, path: KeyPath) -> Any:
@@ -292,6 +290,12 @@ class _Conversion:
         if keys := near_keys.near(self.root, shown(section), fields, str(key)):
             return near_keys.did_you_mean(keys)
         return f"known keys{f' of {shown(section)}' if section else ''}: {', '.join(fields)}"
+
+
+def _elsewhere(path: KeyPath, value: Any) -> str:
+    """Returns what does here what this value does in another program; empty if nothing is known."""
+    instead = near_keys.VALUES_ELSEWHERE.get(shown(path), {}).get(str(value).lower())
+    return "" if instead is None else f"; {instead}"
 
 
 def _integer(value: Any) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from trainers.config import combinations
 from trainers.config.attention import EXCHANGES, KERNELS
@@ -51,10 +51,6 @@ def stage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
     """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
-
-    no_texts: ClassVar[Mapping[str, str]] = {
-        "auto": "`gangway plan CONFIG --meshes` tries those that the hosts allow, and proposes one"
-    }
 
     slice: int = 1
     """How many slices the mesh spans: those of TPUs, elsewhere groups of hosts (of one host: of its devices). The network between

@@ -137,9 +137,10 @@ VALUES_ELSEWHERE = {
     "dtype": dict.fromkeys(
         ("fp8", "float8", "e4m3", "float8_e4m3", "float8_e4m3fn", "int8"),
         "products of 8 bits are `model.fp8: current`, beside `dtype: bfloat16`",
-    )
+    ),
+    "mesh": {"auto": "`gangway plan CONFIG --meshes` tries those that the hosts allow, and proposes one"},
 }
-"""What to do in place of a value that another program has for a key."""
+"""What to do in place of a value that another program has for a key, by key and value."""
 
 
 def near(root: type, section: str, here: Iterable[str], name: str) -> list[str]:

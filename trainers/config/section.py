@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -17,8 +17,6 @@ class Section:
 
     shorthand: ClassVar[str | None] = None
     """The key that a text in the place of the section stands for. None: there must be a section."""
-    no_texts: ClassVar[Mapping[str, str]] = {}
-    """What to do in place of a text that other systems have here, by text."""
 
 
 def require(condition: bool, message: str) -> None:
