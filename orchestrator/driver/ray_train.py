@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ REPORTED = "checkpoint_manager_snapshot.json"
 # Bounded: a driver that can never start must not be tried for ever.
 MAX_DRIVER_RESTARTS = 100
 
+log = logging.getLogger(__name__)
+
 
 class JobFailed(Exception):
     """The run has failed, and running the driver again is of no use."""
@@ -37,34 +40,60 @@ class Reporter(Protocol):
 
 
 class TrainReporter:
-    """Reports from a background thread: the driver, which watches the gang, must not wait for Ray Train."""
+    """Reports from a background thread: the driver, which watches the gang, must not wait for Ray Train.
+
+    Ray Train takes a report in 0.2 s, and a run may publish more often. Metrics that wait are put together: Ray Train has the
+    newest value of each, and never falls behind. Each checkpoint is a report of its own.
+    """
 
     CLOSE_TIMEOUT_S = 10.0
 
     def __init__(self, supervised: bool):
         self._supervised = supervised
-        self._queue: queue.SimpleQueue[tuple[dict[str, Any], str | None] | None] = queue.SimpleQueue()
+        self._waiting: deque[tuple[dict[str, Any], str | None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
         self._thread = threading.Thread(target=self._deliver, name="ray-train-report", daemon=True)
         self._thread.start()
 
     def report(self, metrics: dict[str, Any], checkpoint_path: str | None = None) -> None:
-        self._queue.put((metrics, checkpoint_path))
+        with self._changed:
+            if checkpoint_path is None and self._waiting and self._waiting[-1][1] is None:
+                metrics = {**self._waiting.pop()[0], **metrics}
+            self._waiting.append((metrics, checkpoint_path))
+            self._changed.notify()
 
     def close(self) -> None:
-        self._queue.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.join(self.CLOSE_TIMEOUT_S)
+        with self._changed:
+            if self._waiting:
+                log.warning("%d reports did not reach Ray Train within %.0f s", len(self._waiting), self.CLOSE_TIMEOUT_S)
+            # Ray Train does not end a worker as long as there are reports.
+            self._waiting.clear()
+
+    def _next(self) -> tuple[dict[str, Any], str | None] | None:
+        """Waits for a report. Returns None when it is closed and there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return self._waiting.popleft() if self._waiting else None
 
     def _deliver(self) -> None:
+        while (item := self._next()) is not None:
+            self._send(*item)
+
+    def _send(self, metrics: dict[str, Any], checkpoint_path: str | None) -> None:
+        """Returns when Ray Train has taken it."""
         import ray.train
         from ray.train.v2.api.report_config import CheckpointUploadMode
 
-        while (item := self._queue.get()) is not None:
-            metrics, path = item
-            if path is None:
-                ray.train.report(metrics)
-                continue
-            checkpoint = self._checkpoint(path)
-            ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        if checkpoint_path is None:
+            ray.train.report(metrics)
+            return
+        checkpoint = self._checkpoint(checkpoint_path)
+        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     def _checkpoint(self, path: str) -> Any:
         import ray.train

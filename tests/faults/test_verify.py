@@ -42,7 +42,7 @@ def verified(tmp_path, **changes):
 
 def test_a_good_program_passes_and_every_proof_is_reported(tmp_path, capsys):
     status, findings = verified(tmp_path, hosts={"count": 2})
-    assert status == 0, findings
+    assert status == 0, json.dumps(findings, indent=1)
     assert [finding["good"] for finding in findings] == [True] * 4
     assert "resumed from step 4" in findings[1]["text"]
     assert "gone on with on 2 then 1 hosts" in findings[2]["claim"]

@@ -30,6 +30,7 @@ from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
+from orchestrator.faultlab.chaos.pace import FAULT_S, LONGEST_PACE_S, Pace
 from orchestrator.faultlab.chaos.score import Disturbed, Score, score, show, unfinished_files
 from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of
 from orchestrator.faultlab.testbed.local_cluster import local_cluster, network, why_no_network
@@ -51,8 +52,6 @@ CHECKPOINTS_ON_A_DISK = 8
 """How many checkpoints fit on the small disk: those that are kept, and one that is being written."""
 LOG_WIDTH = 160
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
-FAULT_S, LONGEST_PACE_S = 12.0, 0.15
-"""A run is slowed down so that it lasts FAULT_S for each remaining fault, but each step by at most LONGEST_PACE_S."""
 
 
 @command
@@ -306,8 +305,10 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
     Appends to `injections`. Raises RunError if the run does not recover from a fault.
     """
     run, overcome, left, injected = testbed.run, Overcome(testbed, injections), deque(planned), list[Fault]()
+    pace = Pace(run, max_steps)
+    run.between_looks = pace.keep
     while left:
-        run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(left)))
+        pace.share_out(len(left))
         if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
             return
         if injections and lost_to_a_resize(injections[-1], run.incidents()):
@@ -322,7 +323,7 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
             injections.append(faults.inject(testbed, fault))
             injected.append(fault)
     run.wait(overcome, "the last fault to be overcome")
-    run.pace(None)
+    pace.end()
 
 
 def lost_to_a_resize(injection: Injection, incidents: Sequence[Mapping[str, Any]]) -> bool:
@@ -361,13 +362,6 @@ def wait_for_fresh_checkpoint(run: Run) -> None:
     """Waits for a new checkpoint, and for an older one to fall back to."""
     now_s = run.now_s()
     run.wait(lambda: len(run.checkpoints()) > 1 and run.saved_after(now_s), "two checkpoints")
-
-
-def pace_s(max_steps: int | None, step: int, faults_left: int) -> float | None:
-    """Returns by how much to slow down each step, so that the run does not end before all faults; None: not at all."""
-    if max_steps is None or step >= max_steps:
-        return None
-    return min(LONGEST_PACE_S, FAULT_S * faults_left / (max_steps - step))
 
 
 def replay(

@@ -71,6 +71,8 @@ class Run:
         # By this path the training processes of the run are found (`_log_of`), whoever started them.
         self.logs = folder.absolute() / "logs" / self.run_dir.name
         self.seen: dict[int, psutil.Process] = {}
+        self.between_looks: Callable[[], None] = lambda: None
+        """Called by `wait`, each time that what it waits for is not there yet."""
         self._env = {**os.environ, **(env or {})}
         self._num_orders = 0
         self._process: subprocess.Popen | None = None
@@ -110,6 +112,7 @@ class Run:
                 return True
             if time.monotonic() > deadline_s:
                 raise RunError(f"{self.run_dir.name}: waited {patience_s:.0f} s for {what}; see {self.output}")
+            self.between_looks()
             time.sleep(POLL_S)
         return False
 

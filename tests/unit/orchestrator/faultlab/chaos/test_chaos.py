@@ -17,6 +17,7 @@ from orchestrator.faultlab.chaos import faults as chaos_faults
 from orchestrator.faultlab.chaos import injectors
 from orchestrator.faultlab.chaos.faults import KINDS, overrides_for, schedule
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, flipped, pick_file
+from orchestrator.faultlab.chaos.pace import Pace
 from orchestrator.faultlab.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.faultlab.testbed import clock as chaos_clock
 from orchestrator.faultlab.testbed.local_cluster import Cluster
@@ -192,11 +193,47 @@ def test_recovery_is_reported_by_kind():
     assert result.to_dict()["median_recovery_s"] == {"process": pytest.approx(0.75)}
 
 
+class Paced:
+    """A run of which only the newest checkpoint and the pace are looked at."""
+
+    def __init__(self, step=None):
+        self.step, self.paces = step, []
+
+    def checkpoints(self):
+        return [] if self.step is None else [Path(str(self.step))]
+
+    def pace(self, step_s):
+        self.paces.append(step_s)
+
+
 @pytest.mark.parametrize(
-    ("max_steps", "step", "faults", "pace"), [(None, 0, 3, None), (600, 600, 1, None), (600, 0, 3, 0.06), (600, 590, 3, 0.15)]
+    ("max_steps", "step", "faults", "step_s"),
+    [(None, 0, 3, None), (600, 600, 1, None), (600, None, 3, 0.06), (600, 590, 3, 0.15)],
 )
-def test_a_run_is_slowed_down_as_much_as_the_faults_that_are_to_come_need(max_steps, step, faults, pace):
-    assert chaos.pace_s(max_steps, step, faults) == (pace if pace is None else pytest.approx(pace))
+def test_a_run_is_slowed_down_as_much_as_the_faults_that_are_to_come_need(max_steps, step, faults, step_s):
+    run = Paced(step)
+    pace = Pace(run, max_steps)
+    pace.share_out(faults)
+    pace.end()
+    assert run.paces == ([] if step_s is None else [pytest.approx(step_s), None])
+
+
+def test_a_recovery_that_takes_long_does_not_use_up_the_steps_of_the_faults_after_it(monkeypatch):
+    monkeypatch.setattr(Pace, "LOOK_S", -1.0)
+    run = Paced(200)
+    pace = Pace(run, 600)
+    pace.share_out(4)
+    seconds = 0.0
+    for step in range(200, 300):
+        run.step = None if step == 290 else step  # a folder of checkpoints that is gone for a while
+        pace.keep()
+        seconds += run.paces[-1]
+    assert run.paces == sorted(run.paces)
+    assert (run.paces[0], run.paces[-1]) == pytest.approx((0.12, 1.5))
+    assert seconds > 24  # 12 if steps stayed as fast
+    run.step = 300
+    pace.share_out(3)
+    assert run.paces[-1] == pytest.approx(0.12)
 
 
 def test_hosts_are_a_number_or_a_range():
