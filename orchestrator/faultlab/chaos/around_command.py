@@ -38,7 +38,7 @@ def fill_disk_at_end(testbed: Testbed, fault: Fault) -> Details:
     assert end is not None
     before_last_save = bool(fault.salt % 2)
     wanted = end - (testbed.save_steps or 0) if before_last_save else end
-    run.pace(None)
+    run.full_speed()
     run.wait(lambda: newest_saved(run) >= wanted, f"its checkpoint of step {wanted}", LAST_STRETCH_S)
     said_before = len(run.console())
     disk.fill()

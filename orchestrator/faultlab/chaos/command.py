@@ -323,7 +323,7 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
             injections.append(faults.inject(testbed, fault))
             injected.append(fault)
     run.wait(overcome, "the last fault to be overcome")
-    pace.end()
+    run.full_speed()
 
 
 def lost_to_a_resize(injection: Injection, incidents: Sequence[Mapping[str, Any]]) -> bool:

@@ -38,10 +38,6 @@ class Pace:
             self._look()
             self._set()
 
-    def end(self) -> None:
-        self._share = 0
-        self._set()
-
     def _look(self) -> None:
         # Not what the driver has told: it may be gone. Without a checkpoint (they may be what is gone), what is known is kept.
         self._step = step_of(newest[-1]) if (newest := self._run.checkpoints()) else self._step

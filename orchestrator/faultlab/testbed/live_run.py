@@ -281,6 +281,11 @@ class Run:
         else:
             ours.delete(self.orders / "pace.json", documents.DOCUMENT)
 
+    def full_speed(self) -> None:
+        """From now on, whatever has set the pace."""
+        self.between_looks = lambda: None
+        self.pace(None)
+
     # ------------------------------------------------------------------ inside
 
     def _log_of(self, pid: int) -> str | None:

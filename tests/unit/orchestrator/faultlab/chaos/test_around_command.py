@@ -145,8 +145,8 @@ def test_the_disk_is_filled_before_the_last_save_or_after_it(salt, wanted):
     waited, filled = [], []
 
     class Running(Ended):
-        def pace(self, seconds):
-            assert seconds is None
+        def full_speed(self):
+            waited.append("at full speed")
 
         def wait(self, condition, what, patience_s):
             self.saved = (wanted - 20,)
@@ -156,7 +156,7 @@ def test_the_disk_is_filled_before_the_last_save_or_after_it(salt, wanted):
 
     bed = injectors.Testbed(Running(0, "said"), disk=SimpleNamespace(fill=lambda: filled.append(1)), max_steps=60, save_steps=20)
     details = around_command.fill_disk_at_end(bed, Fault("disk_full_at_end", 0, 0.0, salt))
-    assert (waited, filled, details["said_before"]) == ([False, True], [1], 4)
+    assert (waited, filled, details["said_before"]) == (["at full speed", False, True], [1], 4)
 
 
 def test_what_hides_the_console_comes_late_and_the_end_last_and_once():

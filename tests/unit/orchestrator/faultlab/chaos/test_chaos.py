@@ -20,6 +20,7 @@ from orchestrator.faultlab.chaos.injectors import Fault, Injection, flipped, pic
 from orchestrator.faultlab.chaos.pace import Pace
 from orchestrator.faultlab.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.faultlab.testbed import clock as chaos_clock
+from orchestrator.faultlab.testbed import live_run
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
@@ -212,10 +213,8 @@ class Paced:
 )
 def test_a_run_is_slowed_down_as_much_as_the_faults_that_are_to_come_need(max_steps, step, faults, step_s):
     run = Paced(step)
-    pace = Pace(run, max_steps)
-    pace.share_out(faults)
-    pace.end()
-    assert run.paces == ([] if step_s is None else [pytest.approx(step_s), None])
+    Pace(run, max_steps).share_out(faults)
+    assert run.paces == ([] if step_s is None else [pytest.approx(step_s)])
 
 
 def test_a_recovery_that_takes_long_does_not_use_up_the_steps_of_the_faults_after_it(monkeypatch):
@@ -234,6 +233,47 @@ def test_a_recovery_that_takes_long_does_not_use_up_the_steps_of_the_faults_afte
     run.step = 300
     pace.share_out(3)
     assert run.paces[-1] == pytest.approx(0.12)
+
+
+class Recovering(Paced):
+    """It takes 95 steps to recover from its fault; a step is as long as a look at it."""
+
+    between_looks = None
+    wait, full_speed = live_run.Run.wait, live_run.Run.full_speed
+
+    def __init__(self):
+        super().__init__(0)
+
+    def running(self):
+        return True
+
+    def standbys_are_warm(self):
+        return True
+
+    def checkpoints(self):
+        self.step += 1
+        return super().checkpoints()
+
+    def incidents(self):
+        return [incident("process_crash")] if self.step >= 95 else []
+
+    def now_s(self):
+        return 100.0
+
+    def saved_after(self, at_s):
+        return True
+
+
+def test_steps_get_slower_while_a_recovery_is_waited_for_and_are_fast_in_the_end(monkeypatch):
+    monkeypatch.setattr(Pace, "LOOK_S", -1.0)
+    monkeypatch.setattr(live_run, "POLL_S", 0.0)
+    monkeypatch.setattr(chaos.faults, "inject", lambda testbed, fault: injection("process"))
+    run = Recovering()
+    chaos.inject_all(injectors.Testbed(run), [Fault("process", 0, 0.0, 0)], 100, injections := [])
+    assert len(injections) == 1
+    assert run.paces == [*sorted(run.paces[:-1]), None]
+    assert run.paces[0] == pytest.approx(12 / 98, abs=0.01)
+    assert run.paces[-2] > 1.0
 
 
 def test_hosts_are_a_number_or_a_range():
