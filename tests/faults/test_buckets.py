@@ -226,7 +226,7 @@ def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
     job = start(url, "max_num_steps=100000")
     job.wait_until(lambda: 20 in job.saved())
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
-    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=400)
     assert second.returncode == 2
     assert "is in use" in second.stderr
     os.killpg(job.process.pid, signal.SIGINT)

@@ -26,6 +26,7 @@ from tests import ROOT
 PROMETHEUS = ROOT / "build" / "prometheus" / "usr" / "bin" / "prometheus"
 pytestmark = [
     pytest.mark.slow("trains while a Prometheus looks on"),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not PROMETHEUS.exists(), reason="there is no Prometheus here: `make build/prometheus` gets it from apt"),
 ]
 
@@ -33,7 +34,7 @@ BOARD = json.loads((ROOT / "docs" / "grafana" / "gangway.json").read_text())
 QUERIES = [query["expr"] for panel in BOARD["panels"] for query in panel.get("targets", ())]
 NOT_OF_PROCESSORS = "device_memory"
 """Processors do not count the memory of a device."""
-TIMEOUT_S = 120
+TIMEOUT_S = 400
 COMMAND = (sys.executable, "-m", "orchestrator.run", "configs/tiny.yaml", "tracking.mlflow=false", "max_num_steps=100000")
 SETTINGS = ("metrics.peak_flops_per_s=1e12", "evaluation.every_steps=50", "publish_every_steps=10")
 

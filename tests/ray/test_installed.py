@@ -55,7 +55,7 @@ def gangway(installed, tmp_path):
 
     def call(*words, folder=tmp_path, status=0):
         command = [installed / "gangway", *words]
-        done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -81,7 +81,7 @@ def test_a_run_on_one_machine_is_closed_to_others(tmp_path):
 
         # Another process of the same user, whom nobody has given the token:
         command = [sys.executable, "-m", "orchestrator.profile", str(folder), "--steps", "1"]
-        profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+        profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
         assert profiled.returncode == 0, profiled.stdout + profiled.stderr
         (rays_folder,) = {Path(part.partition("=")[2]) for part in raylet.cmdline() if part.startswith("--session_dir=")}
     assert any(parent.stat().st_mode & 0o077 == 0 for parent in rays_folder.parents), "others cannot come to Ray's files"
