@@ -29,6 +29,8 @@ from orchestrator.faultlab.testbed.resources import ResourceError, can_connect, 
 from trainers.storage import ours
 
 NET = "10.231.{octet}.{host}"
+NETWORKS = 200
+"""So many have room on a machine."""
 """Addresses of the nodes in network namespaces of their own; the octet is that of this process."""
 NAMES_OF_SPACES = Path("/etc/netns")
 NAMES = ours.named("the names of a network namespace", r"gw\d+n\d+")
@@ -199,16 +201,29 @@ class Network:
     """A bridge, and for each node a network namespace that hangs on it by a cable that can be cut."""
 
     def __init__(self) -> None:
-        # By process id: two networks on one machine rarely get the same addresses.
-        self.octet = os.getpid() % 200 + 20
-        self.head_ip = NET.format(octet=self.octet, host=1)
-        self.bridge = f"gwb{self.octet}"
         self._spaces: dict[int, str] = {}
+        self._has_bridge = False
+        self._number(0)
 
     def open(self) -> None:
-        ip("link", "add", self.bridge, "type", "bridge")
+        """Takes numbers that are free: another network may be there, or what a killed process has left of one."""
+        for attempt in range(NETWORKS):
+            self._number(attempt)
+            try:
+                ip("link", "add", self.bridge, "type", "bridge")
+                self._has_bridge = True
+                break
+            except ResourceError as error:
+                if "File exists" not in str(error) or attempt == NETWORKS - 1:
+                    raise
         ip("addr", "add", f"{self.head_ip}/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
+
+    def _number(self, attempt: int) -> None:
+        # From the process id: two networks on one machine rarely begin with the same.
+        self.octet = (os.getpid() + attempt) % NETWORKS + 20
+        self.head_ip = NET.format(octet=self.octet, host=1)
+        self.bridge = f"gwb{self.octet}"
 
     def ip_of(self, number: int) -> str:
         return NET.format(octet=self.octet, host=number + 10)
@@ -246,7 +261,8 @@ class Network:
                 subprocess.run(["ip", *thing], capture_output=True, check=False)
             with suppress(OSError):
                 ours.delete(NAMES_OF_SPACES / space, NAMES)
-        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+        if self._has_bridge:  # else it is another's
+            subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
 
     def _cable(self, number: int) -> str:
         return f"gwc{self.octet}n{number}"
@@ -284,7 +300,7 @@ def why_no_network() -> str | None:
     except ResourceError as error:
         return f"no network namespaces here: {error}"
     try:
-        ip("link", "add", "gwprobe", "type", "veth", "peer", "name", "eth0", "netns", probe)
+        ip("link", "add", probe, "type", "veth", "peer", "name", "eth0", "netns", probe)
     except ResourceError as error:
         return f"no virtual cables here: {error}"
     finally:
