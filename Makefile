@@ -44,13 +44,13 @@ install:
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
-test: env build/tpu  ## Run the tests of every commit, in about twelve minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
+test: env build/tpu  ## Run the tests of every commit, in about a quarter of an hour: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: env build/tpu build/prometheus build/weed build/zensical  ## Run the tests that `make test` leaves out
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m slow $(ARGS)
 
-test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests: less than an hour
+test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests: about an hour and a half on two cores
 	@$(IN_VENV) -m tests.parts $(WORKERS) $(ARGS)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.

@@ -134,10 +134,6 @@ class Run:
 
     # ------------------------------------------------------------------ what it wrote
 
-    def state(self) -> dict[str, Any]:
-        """What its driver keeps for the next one; empty before there is any."""
-        return self._read(self.run_dir / STATE) or {}
-
     def incidents(self) -> list[dict[str, Any]]:
         """Of all its launches, in their order."""
         lines = RunFolder(path_of(self.run_dir)).last_lines(incident_log.NAME)

@@ -29,9 +29,9 @@ from orchestrator.faultlab.testbed.resources import ResourceError, can_connect, 
 from trainers.storage import ours
 
 NET = "10.231.{octet}.{host}"
+"""Addresses of the nodes in network namespaces of their own; each network has its octet."""
 NETWORKS = 200
 """So many have room on a machine."""
-"""Addresses of the nodes in network namespaces of their own; the octet is that of this process."""
 NAMES_OF_SPACES = Path("/etc/netns")
 NAMES = ours.named("the names of a network namespace", r"gw\d+n\d+")
 CLUSTER_ENV = {
