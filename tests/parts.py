@@ -2,15 +2,16 @@
 
 The part without Ray takes WORKERS files at a time. The two parts with Ray run beside it, each one file after the other: they
 wait more than they compute. What they write is shown when the first part has ended. With 0 workers, one part runs after the
-other."""
+other. Last comes every test that failed, of all the parts."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from xml.etree import ElementTree
 
 WITHOUT_RAY = ("tests/unit", "tests/multihost")
 _BUCKETS, _CLUSTER = "tests/faults/test_buckets.py", "tests/ray/test_machines_of_your_own.py"
@@ -19,26 +20,61 @@ WITH_RAY = {
     "faults": ("tests/faults", _CLUSTER, f"--ignore={_BUCKETS}"),
 }
 """Each a part of its own, with what pytest is given. Two files have changed sides: so both end at about the same time."""
-SHOWN_LATER = Path("build/tests")
+FIRST = "unit"
+"""The name of the part without Ray."""
+RESULTS = Path("build/tests")
+MESSAGE_CHARACTERS = 4_000
 NO_TESTS = 5
 """Pytest's exit status where the options have chosen no test of a part."""
 
 
 def main(workers: str, *options: str) -> int:
     """Returns the exit status of pytest: that of the last part that failed, else 0 if any test has run."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     without_ray = ("--numprocesses", workers, "--dist", "loadfile", "--no-loadscope-reorder", *WITHOUT_RAY, *options)
+    with_ray = {name: (*files, *options) for name, files in WITH_RAY.items()}
     if int(workers) == 0:
-        parts = (without_ray, *((*files, *options) for files in WITH_RAY.values()))
-        return status_of([wait_for(start(part)) for part in parts])
-    SHOWN_LATER.mkdir(parents=True, exist_ok=True)
-    outputs = [SHOWN_LATER / f"{name}.log" for name in WITH_RAY]
-    beside = [start((*files, *options), output) for files, output in zip(WITH_RAY.values(), outputs, strict=True)]
-    statuses = [wait_for(start(without_ray))]
-    for process, output in zip(beside, outputs, strict=True):
-        shown = subprocess.Popen(("tail", "-n", "+1", "-f", f"--pid={process.pid}", str(output)))
-        statuses.append(wait_for(process))
-        wait_for(shown)
-    return status_of(statuses)
+        parts = {FIRST: without_ray, **with_ray}
+        statuses = {name: wait_for(start(name, arguments)) for name, arguments in parts.items()}
+    else:
+        beside = {name: start(name, arguments, log_of(name)) for name, arguments in with_ray.items()}
+        statuses = {FIRST: wait_for(start(FIRST, without_ray))}
+        for name, process in beside.items():
+            shown = subprocess.Popen(("tail", "-n", "+1", "-f", f"--pid={process.pid}", str(log_of(name))))
+            statuses[name] = wait_for(process)
+            wait_for(shown)
+    for line in failures(statuses):
+        print(line, flush=True)
+    return status_of([*statuses.values()])
+
+
+def log_of(part: str) -> Path:
+    return RESULTS / f"{part}.log"
+
+
+def result_of(part: str) -> Path:
+    return RESULTS / f"{part}.xml"
+
+
+def failures(statuses: dict[str, int]) -> Iterator[str]:
+    """Yields a line for each test that failed, with its whole message, and one for a part that ended otherwise than by tests."""
+    for part, status in statuses.items():
+        if status in (0, NO_TESTS):
+            continue
+        yield f"\nThe part {part!r} ended with exit status {status}:"
+        failed = [*failed_tests(result_of(part))]
+        yield from failed or ["  no test of it failed; see what it wrote above"]
+
+
+def failed_tests(result: Path) -> Iterator[str]:
+    """Yields a line for each failure in a result of pytest. There is none where pytest did not reach its end."""
+    if not result.exists():
+        return
+    for case in ElementTree.parse(result).iter("testcase"):
+        for found in (*case.iter("failure"), *case.iter("error")):
+            message = found.get("message", "")
+            at = (found.text or "").strip().rpartition("\n")[2]
+            yield f"  {case.get('file', case.get('classname'))}::{case.get('name')}: {message[:MESSAGE_CHARACTERS]} ({at})"
 
 
 def status_of(statuses: Sequence[int]) -> int:
@@ -47,9 +83,11 @@ def status_of(statuses: Sequence[int]) -> int:
     return failed[-1] if failed else min(statuses)
 
 
-def start(arguments: Sequence[str], output: Path | None = None) -> subprocess.Popen[bytes]:
+def start(part: str, arguments: Sequence[str], output: Path | None = None) -> subprocess.Popen[bytes]:
     """Starts pytest. It shows what it does here, or writes it into `output`."""
-    command = (sys.executable, "-m", "pytest", "--durations", "10", *arguments)
+    result_of(part).unlink(missing_ok=True)  # an earlier run's
+    result = ("--junitxml", str(result_of(part)), "--override-ini", "junit_family=xunit1")  # this form names the file
+    command = (sys.executable, "-m", "pytest", "--durations", "10", *result, *arguments)
     if output is None:
         return subprocess.Popen(command)
     with output.open("wb") as file:

@@ -44,7 +44,40 @@ def test_what_the_part_beside_says_is_shown_and_counts(tmp_path, monkeypatch, ca
         (tmp_path / name / f"test_{name}.py").write_text(TEST.format(holds))
     monkeypatch.setattr(parts, "WITHOUT_RAY", (str(tmp_path / "without"),))
     monkeypatch.setattr(parts, "WITH_RAY", {"beside": (str(tmp_path / "beside"),)})
-    monkeypatch.setattr(parts, "SHOWN_LATER", tmp_path / "beside.log")
+    monkeypatch.setattr(parts, "RESULTS", tmp_path / "results")
     assert parts.main("1", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)) == 1
     told = capfd.readouterr().out
-    assert told.index("1 passed") < told.index("1 failed")
+    assert told.index("1 passed") < told.index("1 failed") < told.index("The part 'beside' ended with exit status 1:")
+    assert told.splitlines()[-1].startswith("  beside/test_beside.py::test_it: assert False")
+    assert "'unit'" not in told
+
+
+RESULT = """<testsuites><testsuite>
+  <testcase classname="tests.ray.test_a" file="tests/ray/test_a.py" name="test_good"/>
+  <testcase classname="tests.ray.test_a" file="tests/ray/test_a.py" name="test_bad[x]"><failure message="{message}">
+    a long story
+tests/ray/test_a.py:12: AssertionError</failure></testcase>
+  <testcase classname="tests.ray.test_b" file="tests/ray/test_b.py" name="test_set_up"><error message="failed on setup">
+tests/ray/test_b.py:3: OSError</error></testcase>
+  <testcase classname="" name="tests.ray.test_c"><error message="collection failure">no module</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_every_failure_is_told_once_more_at_the_end_with_its_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    message = "a score of many words: " + "x" * 300
+    parts.result_of("ray").write_text(RESULT.format(message=message))
+    assert [*parts.failures({"unit": 0, "ray": 1, "faults": parts.NO_TESTS})] == [
+        "\nThe part 'ray' ended with exit status 1:",
+        f"  tests/ray/test_a.py::test_bad[x]: {message} (tests/ray/test_a.py:12: AssertionError)",
+        "  tests/ray/test_b.py::test_set_up: failed on setup (tests/ray/test_b.py:3: OSError)",
+        "  ::tests.ray.test_c: collection failure (no module)",
+    ]
+
+
+def test_a_part_that_was_killed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    assert [*parts.failures({"unit": -9})] == [
+        "\nThe part 'unit' ended with exit status -9:",
+        "  no test of it failed; see what it wrote above",
+    ]
