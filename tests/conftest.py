@@ -1,5 +1,6 @@
 """Before JAX starts: the tests see eight CPU devices, threads enough for all of them, and nothing that is the user's."""
 
+import gc
 import os
 import signal
 
@@ -36,3 +37,8 @@ def pytest_configure(config):
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")
+
+
+def pytest_unconfigure():
+    # Pytest then collects garbage five times: of thousands of tests so much that xdist interrupts the process, with a traceback.
+    gc.freeze()

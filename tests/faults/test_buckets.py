@@ -18,6 +18,7 @@ from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import layout, manifest, standing
@@ -26,7 +27,7 @@ from trainers.storage.row import KIND, Row
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 STEPS = 60
-pytestmark = [pytest.mark.slow("trains whole jobs"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow("trains whole jobs")]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def undisturbed(tmp_path_factory):
     """The fingerprints of the last state of a run on a disk."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={folder}", "tracking.mlflow=false"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=400, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_S, capture_output=True)
     return manifest.read_meta(folder / "tiny" / "checkpoints" / str(STEPS))["fingerprints"]
 
 
@@ -79,7 +80,7 @@ class Job:
     def said(self):
         return self.log.read_text()
 
-    def wait_until(self, condition, timeout_s=300):
+    def wait_until(self, condition, timeout_s=PATIENCE_S):
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.said()
@@ -101,7 +102,7 @@ class Job:
         """The training process that is host `host` now."""
         return json.loads((self.orders / "members" / f"host-{host:04d}.json").read_text())["pid"]
 
-    def ended(self, timeout_s=300):
+    def ended(self, timeout_s=PATIENCE_S):
         return self.process.wait(timeout_s)
 
     def close(self):
@@ -169,7 +170,7 @@ def test_a_process_the_agent_and_the_driver_are_killed_one_after_the_other(bucke
     assert summary["drivers"] == 2
 
 
-@pytest.mark.parametrize("bucket", ["gs", "s3", "weed"], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs", "weed"], indirect=True)
 def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undisturbed):
     """The second command is killed as a whole (SIGKILL), and the third takes the run from the dead one by the row."""
     url = bucket.url()
@@ -226,7 +227,7 @@ def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
     job = start(url, "max_num_steps=100000")
     job.wait_until(lambda: 20 in job.saved())
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
-    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=400)
+    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
     assert second.returncode == 2
     assert "is in use" in second.stderr
     os.killpg(job.process.pid, signal.SIGINT)

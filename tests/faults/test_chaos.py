@@ -29,7 +29,6 @@ def random_seed():
 
 
 @pytest.mark.slow("trains under many faults")
-@pytest.mark.timeout(600)  # a run under faults and its replay: minutes on a slow machine
 def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     """Parameters and samples equal to those of the replay of its lineage, bit for bit; every fault was noticed and named. A kind
     that is not possible here is left out visibly. The configuration that is shipped is lengthened, and gets a name that is free.
@@ -91,7 +90,6 @@ SLICES = (
 
 
 @pytest.mark.slow("trains under many faults")
-@pytest.mark.timeout(600)  # a cluster of five Ray nodes, and a reference run: minutes on a slow machine
 def test_a_lost_slice(tmp_path):
     overrides = [f"storage={tmp_path}", "tracking.mlflow=false", "max_num_steps=120", "checkpoint.save_steps=20", *SLICES.split()]
     status = chaos.main([TINY, *overrides, "--faults", "slice", "--seed", str(random_seed())])

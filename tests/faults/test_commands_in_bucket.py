@@ -14,12 +14,13 @@ import pytest
 
 from orchestrator import gangway
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.stores.contract import buckets
 from trainers.checkpoint import standing
 from trainers.storage.opening import place_of
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
-pytestmark = [pytest.mark.slow("trains two jobs"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow("trains two jobs")]
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def call(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
 
-    def call(*words, patience_s=60.0):
+    def call(*words, patience_s=PATIENCE_S):
         """Asks again for a while: what a run tells reaches its bucket now and then."""
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -87,9 +88,9 @@ def test_each_command_reads_and_steers_a_run_in_a_bucket(bucket, call, job, tmp_
     while_it_trains(call, run, url)
     # A run is named by its file and its settings, too.
     assert "tiny: stopped; saved at step " in call("stop", TINY, f"storage={url}")
-    assert process.wait(120) == 3, log.read_text()
+    assert process.wait(PATIENCE_S) == 3, log.read_text()
     process, log = job(*settings, "name=other", "max_num_steps=12", "seed=2")
-    assert process.wait(200) == 0, log.read_text()
+    assert process.wait(PATIENCE_S) == 0, log.read_text()
     when_it_is_over(call, run, url)
 
 
@@ -124,7 +125,7 @@ def when_it_is_over(call, run, url):
     assert os.listdir() == ["report.html"], "a URL was taken for a path"
 
 
-def wait_until(condition, process, log, timeout_s=200):
+def wait_until(condition, process, log, timeout_s=PATIENCE_S):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, log.read_text()

@@ -7,13 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
 from orchestrator.faultlab.testbed.local_cluster import local_cluster
 from tests import ROOT
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow("starts two clusters")
 
@@ -39,13 +38,11 @@ def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):
         cluster.add_machines()
         process = start(tmp_path, cluster, log, 1_000_000)
         try:
-            assert wait_until(lambda: process.poll() is not None or is_behind(tmp_path / "tiny"), 180)
+            assert wait_until(lambda: process.poll() is not None or is_behind(tmp_path / "tiny"))
             assert process.poll() is None, console.read_text()
             cluster.head().kill()
-            began_s = time.monotonic()
-            assert wait_until(lambda: "does not answer: connection refused" in console.read_text(), 60)
-            assert time.monotonic() - began_s < 30
-            assert process.wait(120) == 1
+            assert wait_until(lambda: "does not answer: connection refused" in console.read_text())
+            assert process.wait(PATIENCE_S) == 1
         finally:
             process.kill()
     last = console.read_text().splitlines()[-1]
@@ -57,6 +54,6 @@ def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):
     newest = max(int(path.name) for path in (tmp_path / "tiny" / "checkpoints").iterdir() if path.name.isdigit())
     with local_cluster(None) as cluster, console.open("w") as log:
         cluster.add_machines()
-        assert start(tmp_path, cluster, log, newest + 10).wait(240) == 0, console.read_text()
+        assert start(tmp_path, cluster, log, newest + 10).wait(PATIENCE_S) == 0, console.read_text()
     assert f"goes on from step {newest}" in console.read_text()
     assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["steps"] == newest + 10

@@ -20,9 +20,9 @@ from cluster.hosts.process_env import process_env
 from tests import ROOT
 from tests.event_schema import check_event
 from tests.multihost.fork_server import ForkServer, settings_of_jax
+from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments
 
-TIMEOUT_S = 240
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """How JAX's own tests are compiled. Whole jobs, in tests/ray and tests/faults, are compiled as those of users."""
 NUM_SERVERS = 3
@@ -68,7 +68,7 @@ class Host:
     def wait_for(self, kind: str) -> dict[str, Any]:
         """The first event of this kind; fails the test if the process ends without it."""
         with self.changed:
-            self.changed.wait_for(lambda: self.exit is not None or self.of(kind), TIMEOUT_S)
+            self.changed.wait_for(lambda: self.exit is not None or self.of(kind), PATIENCE_S)
             assert self.of(kind), f"no {kind!r} event; exit {self.exit}; told {self.events[-3:]}; printed {self.child.log_tail()}"
             return self.of(kind)[0]
 
@@ -131,7 +131,7 @@ def to_the_end(made: list[Host]) -> list[Host]:
         for event in host.events:
             check_event(event, "process")
     for host in made:
-        assert host.child.wait_gone(TIMEOUT_S)
+        assert host.child.wait_gone(PATIENCE_S)
         assert host.exit.code == 0, (host.exit, host.child.log_tail())
     return made
 
@@ -139,7 +139,7 @@ def to_the_end(made: list[Host]) -> list[Host]:
 def kill(made: list[Host]) -> None:
     for host in made:
         host.child.kill()
-        assert host.child.wait_gone(TIMEOUT_S)
+        assert host.child.wait_gone(PATIENCE_S)
 
 
 def losses(host: Host) -> dict[int, float]:

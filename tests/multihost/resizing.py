@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.multihost import harness
+from tests.programs.processes import PATIENCE_S
 from tests.strikes import Folder
 from trainers.config.arguments import TrainingArguments
 
@@ -24,7 +25,7 @@ def killed_and_resized(made: TrainingArguments, folder: Path, cut_at: tuple[int,
     faults = Folder(folder / "faults", step_s=0.2)
     faults.order(1, "kill", at=2)
     hosts = harness.start(made, folder / "struck", hosts=2, devices_per_host=2, env=faults.env)
-    assert hosts[1].child.wait_gone(harness.TIMEOUT_S)
+    assert hosts[1].child.wait_gone(PATIENCE_S)
     assert hosts[1].exit.signal == signal.SIGKILL, hosts[1].exit
     harness.kill(hosts)
     return resized(made, folder, cut_at)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
+from tests.programs.processes import PATIENCE_S
 
 PLAIN, TROUBLED = "trainers.base:BaseTrainer", "tests.programs.troubled:"
 COMPARED = ("params_digest", "samples_digest", "skipped_batches", "steps", "batches", "lineage")
@@ -47,7 +48,7 @@ def test_a_rollback_outlives_its_processes(tmp_path, ordered):
     hosts = run(tmp_path, TROUBLED + "DiesOfRollback", policy="rollback", start=harness.start)
     anomaly = hosts[0].wait_for("anomaly")
     assert (anomaly["batch_index"], anomaly["skipped_batches"], anomaly["restored_step"]) == (4, [3, 4], 3)
-    assert hosts[1].child.wait_gone(harness.TIMEOUT_S)
+    assert hosts[1].child.wait_gone(PATIENCE_S)
     harness.kill(hosts)
     again = run(tmp_path, TROUBLED + "Poisoned", policy="rollback")
     assert digests(again[0]) == digests(again[1]) == ordered

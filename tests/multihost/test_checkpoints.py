@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.multihost import harness
+from tests.programs.processes import PATIENCE_S
 from tests.programs.tiny import TableTask
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets, layout, manifest
@@ -136,9 +137,9 @@ def failure(hosts):
     """The exception that host 0 ended with. The other one had the same, or found host 0 gone before it had heard of it: then it
     may say so, or be aborted by the runtime."""
     first = hosts[0].wait_for("exception")
-    assert all(host.child.wait_gone(harness.TIMEOUT_S) for host in hosts)
+    assert all(host.child.wait_gone(PATIENCE_S) for host in hosts)
     with hosts[1].changed:
-        hosts[1].changed.wait_for(lambda: hosts[1].exit is not None, harness.TIMEOUT_S)
+        hosts[1].changed.wait_for(lambda: hosts[1].exit is not None, PATIENCE_S)
     if told := hosts[1].of("exception"):
         assert told[0]["kind"] in (first["kind"], "collateral")
     else:

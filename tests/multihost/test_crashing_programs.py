@@ -11,13 +11,14 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 
 def start(folder, *when):
     """(exit status, what it printed)"""
     command = [sys.executable, "-m", "tests.programs.crashing", str(folder), *when]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONFAULTHANDLER")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE_S, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 SMALL = "{vocab_size: 256, width: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, mlp_width: 48}"
 
@@ -25,7 +26,7 @@ def config(tmp_path):
 
 def dry_run(config: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "orchestrator.run", str(config), *overrides, "--dry-run"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @pytest.mark.slow("starts the processes of several hosts")
@@ -65,6 +66,6 @@ def test_planning_touches_no_device(config):
     named = config.with_name("named.yaml")
     named.write_text(config.read_text() + "name: job\n")
     done = subprocess.run(
-        [sys.executable, "-c", program, str(named)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program, str(named)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from tests.multihost import harness
 from tests.programs.mistaken import mistake
+from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
 
 
@@ -97,7 +98,7 @@ def test_a_stop_wish_of_one_host_stops_both_at_the_same_step(tmp_path):
     assert done[0]["result"]["steps"] == done[1]["result"]["steps"] < 100_000
     assert done[0]["result"]["checkpoint"].endswith(f"/{done[0]['result']['steps']}")
     for host in hosts:
-        assert host.child.wait_gone(harness.TIMEOUT_S)
+        assert host.child.wait_gone(PATIENCE_S)
         assert host.exit.code == 0
 
 
@@ -118,7 +119,7 @@ def test_an_error_is_reported_with_its_kind_and_its_traceback(tmp_path):
     event = hosts[0].wait_for("exception")
     assert (event["type"], event["kind"]) == ("ZeroDivisionError", "user")
     assert "in loss" in event["traceback"]
-    assert hosts[0].child.wait_gone(harness.TIMEOUT_S)
+    assert hosts[0].child.wait_gone(PATIENCE_S)
     assert hosts[0].exit.code == 1
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 MODULE = """
 def is_more(a, b):
@@ -36,7 +37,7 @@ def mutants(root, *options):
     """The results by change, of a whole run on the tree."""
     results = root.parent / "work" / "results.jsonl"
     command = [sys.executable, "-c", RUN, "trainers", "--root", str(root), "--results", str(results), "--count", "99", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     return {line["change"]: line["outcome"] for line in lines}, done.stdout

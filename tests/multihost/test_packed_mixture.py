@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.multihost import harness
+from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
 
 STEPS = 40
@@ -67,7 +68,7 @@ def undisturbed(tmp_path_factory, sources):
 
 def wait_for_step(host, step):
     with host.changed:
-        host.changed.wait_for(lambda: host.exit is not None or max(harness.losses(host), default=0) >= step, harness.TIMEOUT_S)
+        host.changed.wait_for(lambda: host.exit is not None or max(harness.losses(host), default=0) >= step, PATIENCE_S)
         assert host.exit is None, host.child.log_tail()
 
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 
 def installed() -> bool:
@@ -35,6 +36,6 @@ def test_smollm2_knows_the_capital_of_france_and_ends_its_answers(tmp_path):
 
 def run(module: str, *options: object) -> str:
     command = [sys.executable, "-m", module, *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

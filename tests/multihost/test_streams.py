@@ -8,6 +8,7 @@ import pytest
 
 from tests.multihost import harness
 from tests.multihost.harness import losses, result, run
+from tests.programs.processes import PATIENCE_S
 from tests.strikes import Folder
 from trainers.config import CheckpointConfig
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -63,7 +64,7 @@ def test_streams_with_a_state_go_on_where_they_were_on_two_hosts_and_by_counting
     faults.order(1, "kill", at=7)  # the save at step 6 waits for the one before it
     hosts = harness.start(made, tmp_path / "first", hosts=2, devices_per_host=1, env=faults.env)
     with hosts[1].changed:
-        assert hosts[1].changed.wait_for(lambda: hosts[1].exit is not None, harness.TIMEOUT_S)
+        assert hosts[1].changed.wait_for(lambda: hosts[1].exit is not None, PATIENCE_S)
     harness.kill(hosts)
     again = run(made, tmp_path / "again", hosts=2, devices_per_host=1)
     whole_run = dataclasses.replace(made, storage=str(tmp_path / "whole"))

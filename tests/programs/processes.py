@@ -13,7 +13,11 @@ def is_gone(pid):
         return True
 
 
-def wait_until(done, timeout_s=60.0):
+PATIENCE_S = 600.0
+"""How long a test waits for what must come: seconds are no matter of a test, and only what hangs takes so many."""
+
+
+def wait_until(done, timeout_s=PATIENCE_S):
     """True as soon as `done()` is."""
     deadline_s = time.monotonic() + timeout_s
     while not (answer := done()):

@@ -22,11 +22,11 @@ from ray.cluster_utils import Cluster
 
 from cluster.agent import machine
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 PROMETHEUS = ROOT / "build" / "prometheus" / "usr" / "bin" / "prometheus"
 pytestmark = [
     pytest.mark.slow("trains while a Prometheus looks on"),
-    pytest.mark.timeout(1200),
     pytest.mark.skipif(not PROMETHEUS.exists(), reason="there is no Prometheus here: `make build/prometheus` gets it from apt"),
 ]
 
@@ -34,7 +34,6 @@ BOARD = json.loads((ROOT / "docs" / "grafana" / "gangway.json").read_text())
 QUERIES = [query["expr"] for panel in BOARD["panels"] for query in panel.get("targets", ())]
 NOT_OF_PROCESSORS = "device_memory"
 """Processors do not count the memory of a device."""
-TIMEOUT_S = 400
 COMMAND = (sys.executable, "-m", "orchestrator.run", "configs/tiny.yaml", "tracking.mlflow=false", "max_num_steps=100000")
 SETTINGS = ("metrics.peak_flops_per_s=1e12", "evaluation.every_steps=50", "publish_every_steps=10")
 
@@ -99,18 +98,18 @@ def run(nodes, prometheus, tmp_path_factory):
     finally:
         process.terminate()  # it saves, and stops
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TIMEOUT_S)
+            process.wait(PATIENCE_S)
         process.kill()
 
 
 def until(work, *errors):
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(*errors):
             if (answer := work()) not in ([], None):
                 return answer
         time.sleep(0.5)
-    raise AssertionError(f"nothing within {TIMEOUT_S} s")
+    raise AssertionError(f"nothing within {PATIENCE_S} s")
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ import pytest
 
 from orchestrator.deploy import refusals
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.orchestrator.deploy.of_configs import deploy
 from tests.unit.orchestrator.deploy.test_scripts import SCONTROL, SRUN, TINY, programs
 
-pytestmark = [pytest.mark.slow("starts a Ray of two nodes, twice"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow("starts a Ray of two nodes, twice")]
 
 
 @pytest.fixture
@@ -64,12 +65,12 @@ def test_a_job_of_slurm_saves_before_its_limit_and_goes_on_in_the_next(launch, t
     run = tmp_path / "runs" / "tiny"
     wait_for(lambda: any((run / "checkpoints").glob("[0-9]*/meta.json")), first, console)
     first.send_signal(signal.SIGUSR1)  # so SLURM says that the time limit is near
-    assert first.wait(180) == 0, console.read_text()
+    assert first.wait(PATIENCE_S) == 0, console.read_text()
     stopped = json.loads((run / "summary.json").read_text())
     assert (stopped["status"], stopped["hosts"]) == ("stopped", 2)
     assert f"scontrol requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
     second, console = launch()
-    assert second.wait(300) == 0, console.read_text()
+    assert second.wait(PATIENCE_S) == 0, console.read_text()
     ended = json.loads((run / "summary.json").read_text())
     assert (ended["status"], ended["hosts"], ended["launches"]) == ("finished", 2, 2)
     assert ended["steps"] > stopped["steps"] > 0
@@ -77,7 +78,7 @@ def test_a_job_of_slurm_saves_before_its_limit_and_goes_on_in_the_next(launch, t
     assert processes_of(f"/tmp/gangway-{os.getpid()}") == []
 
 
-def wait_for(condition, process, console, timeout_s=300):
+def wait_for(condition, process, console, timeout_s=PATIENCE_S):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, console.read_text()

@@ -22,7 +22,7 @@ from cluster.placement import placement_groups
 from cluster.placement.cleanup import is_group_of, removal_order
 from orchestrator.driver.membership import Membership
 from orchestrator.policies.quarantine import Quarantine
-from tests.programs.processes import is_gone, wait_until
+from tests.programs.processes import PATIENCE_S, is_gone, wait_until
 from tests.ray.machines import everything_is_free, own_ray
 from trainers.config.arguments import TrainingArguments
 
@@ -52,7 +52,7 @@ def call(gang, method, *arguments):
 
 def event(gang, host, kind, cursor=0):
     while True:
-        answer = ray.get(gang.call(host, "poll", cursor, 30.0), timeout=60)
+        answer = ray.get(gang.call(host, "poll", cursor, 30.0), timeout=PATIENCE_S)
         for each in answer["events"]:
             if each["ev"] == kind:
                 return each
@@ -106,7 +106,7 @@ def test_a_killed_process_is_seen_and_the_gang_goes_on(take):
     cursor = event(gang, 1, "first_step") and ray.get(gang.call(1, "poll", 0, 0))["cursor"]
     waiting = gang.call(1, "poll", cursor, 60.0)
     os.kill(pids[1], signal.SIGKILL)
-    seen = ray.get(waiting, timeout=60)["events"]
+    seen = ray.get(waiting, timeout=PATIENCE_S)["events"]
     assert [(each["ev"], each["signal"], each["generation"]) for each in seen] == [("exit", signal.SIGKILL, 0)]
     after = call(gang, "halt")
     assert [each["exit"] and each["exit"]["signal"] for each in after] == [None, signal.SIGKILL]
@@ -125,7 +125,7 @@ def test_nothing_outlives_a_killed_agent(take):
     waiting = gang.call(1, "poll", 1000, 60.0)
     kill_agent(slot)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(waiting, timeout=60)
+        ray.get(waiting, timeout=PATIENCE_S)
     assert wait_until(lambda: all(map(is_gone, [pid, standby, *workers])))
     assert state(gang, gang.members[0])["alive"]
 
@@ -416,7 +416,7 @@ def test_a_driver_that_hangs_longer_than_the_lease_keeps_its_gang(take):
     polls = [gang.ask(slot, "poll", 10**6, 3 * lease_s) for slot in gang.slots for _ in range(MAX_CONCURRENCY)]
     time.sleep(2 * lease_s)
     assert not any(map(is_gone, pids))
-    ray.get(polls, timeout=60)
+    ray.get(polls, timeout=PATIENCE_S)
     assert gang.refresh() == gang.slots
     assert [state(gang, slot)["pid"] for slot in gang.members] == pids
 

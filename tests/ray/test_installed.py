@@ -17,6 +17,7 @@ import pytest
 from packaging.version import Version
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 pytestmark = pytest.mark.slow("installs the project")
 
@@ -55,7 +56,7 @@ def gangway(installed, tmp_path):
 
     def call(*words, folder=tmp_path, status=0):
         command = [installed / "gangway", *words]
-        done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 from tests.strikes import Folder
 from tests.unit.documents import blocks
 
@@ -36,7 +36,7 @@ def test_a_program_of_the_documents_trains_on_two_hosts_also_when_one_is_killed(
     program.write_text(block.text.replace("hosts=2,", f"hosts={hosts!r},"))
     process = start(program)
     try:
-        status = process.wait(240)
+        status = process.wait(PATIENCE_S)
     finally:
         process.kill()
     told = (tmp_path / "out.txt").read_text()
@@ -60,9 +60,9 @@ def test_ctrl_c_saves_and_the_result_says_so_and_a_mistake_in_a_thread_is_report
     program.write_text((ROOT / "tests" / "programs" / "launching.py").read_text())
     process = start(program)
     try:
-        wait_until(lambda: process.poll() is not None or (tmp_path / "runs/slow/checkpoints/5").exists(), 240)
+        wait_until(lambda: process.poll() is not None or (tmp_path / "runs/slow/checkpoints/5").exists())
         process.send_signal(signal.SIGINT)
-        status = process.wait(60)
+        status = process.wait(PATIENCE_S)
     finally:
         process.kill()
     told = (tmp_path / "out.txt").read_text()

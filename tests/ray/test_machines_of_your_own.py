@@ -24,13 +24,13 @@ import yaml
 from orchestrator.faultlab.testbed.local_cluster import Network, network, why_no_network
 from orchestrator.faultlab.testbed.resources import wait_for
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.documents import blocks_of
 from tests.unit.orchestrator.deploy.test_scripts import programs
 
 NO_NETWORK = why_no_network()
 pytestmark = [
     pytest.mark.slow("starts a Ray of two nodes, and two runs on it"),
-    pytest.mark.timeout(900),
     pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK)),
 ]
 GANGWAY = f'exec {sys.executable} -m orchestrator.gangway "$@"\n'
@@ -68,7 +68,7 @@ class Machine:
             start = printed.tell()
             done = subprocess.run(
                 [*inside, "bash", "-euc", text],
-                env=env, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, timeout=400, check=False,
+                env=env, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, timeout=PATIENCE_S, check=False,
             )  # fmt: skip
             printed.seek(start)
             said = printed.read()

@@ -24,7 +24,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-HOSTS = {"count": 2, "spread": True, "cpus_per_host": 1, "start_timeout_s": 60}
+HOSTS = {"count": 2, "spread": True, "cpus_per_host": 1}
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
-TIMEOUT_S = 900
 """It takes one minute on two idle cores."""
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
@@ -26,12 +26,11 @@ def kind_of(output):
 
 
 @pytest.mark.slow("trains on two hosts")
-@pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_notebook_runs_and_its_two_hosts_learn_what_one_process_does(tmp_path):
     # In a Python process of its own: Jupyter's packages are no part of the environment.
     env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, "-m", "tests.notebooks", str(NOTEBOOK), "out.ipynb"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-4000:]
     made, committed = json.loads((tmp_path / "out.ipynb").read_text()), json.loads(NOTEBOOK.read_text())
     assert shown(made) == shown(committed)

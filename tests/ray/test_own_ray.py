@@ -17,7 +17,7 @@ import yaml
 from orchestrator.driver.ray_cluster import authentication_of
 from orchestrator.run_state.launch import read_gang
 from tests import ROOT
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
@@ -47,11 +47,11 @@ def going_on(path, folder, env):
         command = [sys.executable, "-m", "orchestrator.run", path]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     try:
-        wait_until(lambda: process.poll() is not None or (folder / "checkpoints" / "20").exists(), 180)
+        wait_until(lambda: process.poll() is not None or (folder / "checkpoints" / "20").exists())
         assert process.poll() is None, (folder.parent / "console.log").read_text()
         yield psutil.Process(process.pid)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 3
+        assert process.wait(PATIENCE_S) == 3
     finally:
         process.kill()
 
@@ -81,7 +81,7 @@ def test_a_run_on_one_machine_is_closed_to_others(tmp_path):
 
         # Another process of the same user, whom nobody has given the token:
         command = [sys.executable, "-m", "orchestrator.profile", str(folder), "--steps", "1"]
-        profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+        profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         assert profiled.returncode == 0, profiled.stdout + profiled.stderr
         (rays_folder,) = {Path(part.partition("=")[2]) for part in raylet.cmdline() if part.startswith("--session_dir=")}
     assert any(parent.stat().st_mode & 0o077 == 0 for parent in rays_folder.parents), "others cannot come to Ray's files"
@@ -111,7 +111,7 @@ def who_enters(address, env, tokens):
             tries.append(subprocess.Popen(command, env=env | local | said, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
             ended.callback(tries[-1].communicate)
             ended.callback(tries[-1].kill)
-        assert tries[-1].wait(100) == 0
+        assert tries[-1].wait(PATIENCE_S) == 0
         wait_until(lambda: all(one.poll() is not None for one in tries), 5)
         return [token for token, one in zip(tokens, tries, strict=True) if one.poll() == 0]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cluster.agent.child_process import child_env, import_path, spawn
-from tests.programs.processes import is_gone, wait_until
+from tests.programs.processes import PATIENCE_S, is_gone, wait_until
 
 ENV = child_env(os.environ, {"PYTHONPATH": os.pathsep.join(import_path(sys.path))})
 
@@ -22,7 +22,7 @@ def test_a_process_that_somebody_else_has_just_killed_did_not_die_of_our_kill(tm
         child = spawn("tests.programs.heavy_worker", env=ENV, first_line={}, log_path=str(tmp_path / f"{number}.log"))
         warm, exits = threading.Event(), []
         child.watch(lambda event, warm=warm: warm.set(), exits.append)
-        assert warm.wait(30)
+        assert warm.wait(PATIENCE_S)
         os.kill(child.pid, signal.SIGKILL)
         child.kill()
         assert child.wait_gone(30)
@@ -64,7 +64,7 @@ def test_the_kernel_ends_a_child_with_its_parent_though_nothing_else_can(family)
     guard.suspend()
     assert wait_until(lambda: guard.status() == psutil.STATUS_STOPPED)
     parent.kill()
-    assert wait_until(lambda: is_gone(child.pid), timeout_s=20)
+    assert wait_until(lambda: is_gone(child.pid))
 
 
 def test_a_guard_that_was_asked_to_leave_stays_and_ends_the_whole_group_with_the_parent(family):
@@ -73,4 +73,4 @@ def test_a_guard_that_was_asked_to_leave_stays_and_ends_the_whole_group_with_the
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         guard.send_signal(number)
     parent.kill()
-    assert wait_until(lambda: is_gone(child.pid) and all(map(is_gone, told["workers"])), timeout_s=20)
+    assert wait_until(lambda: is_gone(child.pid) and all(map(is_gone, told["workers"])))

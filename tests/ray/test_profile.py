@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.board import Board
+from tests.programs.processes import PATIENCE_S
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from tests.ray.machines import own_ray
 from trainers.recorders.jsonl import read
 
-pytestmark = [pytest.mark.slow("traces a running job"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow("traces a running job")]
 OF_HOST_1 = "system/host-1/host_cpu_percent"
 
 
@@ -32,12 +33,12 @@ def command(run_dir, *options):
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=PATIENCE_S,
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def wait_for_steps(board, timeout_s=300.0):
+def wait_for_steps(board, timeout_s=PATIENCE_S):
     cursor, deadline_s = 0, time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         cursor, events = board.read(cursor, 1.0)
@@ -46,7 +47,7 @@ def wait_for_steps(board, timeout_s=300.0):
     raise AssertionError("no step was published")
 
 
-def wait_for_use_of_host_1(spool, timeout_s=300.0):
+def wait_for_use_of_host_1(spool, timeout_s=PATIENCE_S):
     """Its heartbeat comes by itself, and is published with a later step."""
     deadline_s = time.monotonic() + timeout_s
     while OF_HOST_1 not in spool.read_text():
@@ -73,7 +74,7 @@ def test_hosts_are_profiled_while_they_train_and_recorders_hear_each_publish_onc
         assert (status, told.splitlines()[0]) == (1, "host 7: no training process of this host answers")
     finally:
         board.request_stop("requested")
-        job.join(120)
+        job.join(PATIENCE_S)
     assert summaries[0]["stop_reason"] == "requested"
     notes = [event["message"] for event in board.read(0, 0)[1] if event["ev"] == "note"]
     assert sum("a profile of steps" in note for note in notes) == 2

@@ -216,7 +216,7 @@ def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
         gang.set_members(kept)
         assert [about["pid"] for about in gang.descriptions] == pids
         assert gang.orders(1)["env"] == {}  # one slice has nobody to find
-    assert wait_until(lambda: len(gang.refresh()) == 4, 60)  # it is whole again
+    assert wait_until(lambda: len(gang.refresh()) == 4)  # it is whole again
     assert [slot.number for slot in gang.refresh()] == [0, 1, 2, 3]
 
 
@@ -224,7 +224,7 @@ def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
 def test_a_spare_slice_is_there_at_once(cluster, take):
     gang = take(tpu(spares=1))
     assert len(gang.members) == 2
-    assert wait_until(lambda: len(gang.refresh()) == 4, 60)
+    assert wait_until(lambda: len(gang.refresh()) == 4)
     spare = [slot for slot in gang.slots if slot not in gang.members]
     name, lost = workers(gang)[0][0], gang.members[0]
     with without(cluster, lost.node_id, name):
@@ -234,7 +234,7 @@ def test_a_spare_slice_is_there_at_once(cluster, take):
         assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
         gang.fill_unassigned()
         assert gang.refresh() == spare
-    assert wait_until(lambda: len(gang.refresh()) == 4, 60)
+    assert wait_until(lambda: len(gang.refresh()) == 4)
 
 
 @pytest.mark.slow("waits for slices of Ray nodes")

@@ -11,7 +11,7 @@ from cluster.gang.acquire import reserve
 from cluster.hosts.config import HostsConfig
 from cluster.placement import placement_groups
 from cluster.placement.bundles import living_nodes
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 from tests.ray import fake
 
 pytestmark = pytest.mark.slow("starts Ray nodes")
@@ -29,7 +29,7 @@ def cluster():
 @pytest.fixture
 def take(cluster, tmp_path, taken):
     def take(**hosts):
-        taken.append(reserve(HostsConfig(**hosts), "run", log_dir=str(tmp_path), module=MODULE, timeout_s=60))
+        taken.append(reserve(HostsConfig(**hosts), "run", log_dir=str(tmp_path), module=MODULE, timeout_s=PATIENCE_S))
         return taken[-1]
 
     return take

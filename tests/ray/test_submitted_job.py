@@ -18,10 +18,10 @@ from ray.util.state import list_actors
 from cluster.agent import machine
 from orchestrator.tracking import prometheus
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 pytestmark = pytest.mark.slow("submits a job to a Ray with its dashboard")
 
-TIMEOUT_S = 240
 EXPORT_OFTEN = {"metrics_report_interval_ms": 1000}
 """Ray's own default is 10 s: a job would have to train as long."""
 WITHOUT_DEVICE_NUMBERS = {"gangway_mfu_ratio", "gangway_device_memory_bytes", "gangway_device_memory_peak_bytes"}
@@ -68,7 +68,7 @@ def submit(dashboard, gauges):
     def submit(*overrides):
         environment = {"working_dir": str(ROOT), "excludes": ["/.git", "/.venv", "/runs", "/build", "/tests"]}
         job = client.submit_job(entrypoint=" ".join([COMMAND, *overrides]), runtime_env=environment)
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while not client.get_job_status(job).is_terminal():
             assert time.monotonic() < deadline_s, client.get_job_logs(job)
             gauges.update(gauges_of_the_node())

@@ -1,6 +1,8 @@
-"""Both parts of the tests are run, and what one of them says is not lost."""
+"""All parts of the tests are run, what one of them says is not lost, and no test gives up on a busy machine."""
 
 from __future__ import annotations
+
+import ast
 
 import pytest
 
@@ -81,3 +83,40 @@ def test_a_part_that_was_killed_is_named(tmp_path, monkeypatch):
         "\nThe part 'unit' ended with exit status -9:",
         "  no test of it failed; see what it wrote above",
     ]
+
+
+WAITS = ("run", "wait", "communicate", "join", "get", "wait_until", "timeout")
+NOT_FOR_WHAT_MUST_COME = {
+    "tests/multihost/test_accelerator.py": "it is a benchmark of many minutes",
+    "tests/ray/test_own_ray.py": "processes of which some never end",
+    "tests/unit/cluster/placement/test_waits.py": "a clock of its own",
+}
+
+
+def seconds_of_waits(source):
+    """(line, seconds) of each call that waits for so many seconds, written as a number, and no longer."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = [each.value for each in node.keywords if each.arg in ("timeout", "timeout_s")]
+            given += node.args[1:2] if name == "wait_until" else node.args[:1]
+            numbers = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, (int, float))]
+            yield from ((node.lineno, number) for number in numbers if name in WAITS and number >= 2)
+
+
+@pytest.mark.costs("reads all tests")
+def test_no_test_gives_up_on_a_busy_machine():
+    """It takes ten times as long as a quiet one. Tests wait for PATIENCE_S, and pytest ends what hangs."""
+    found = {
+        str(path.relative_to(ROOT)): waits
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (waits := [*seconds_of_waits(path.read_text())])
+    }
+    assert found.keys() == NOT_FOR_WHAT_MUST_COME.keys(), found
+
+
+@pytest.mark.parametrize(
+    "call", ["process.wait(60)", "subprocess.run(command, timeout=20)", "wait_until(done, 5.0)", "pytest.mark.timeout(900)"]
+)
+def test_a_wait_of_some_seconds_is_found(call):
+    assert len([*seconds_of_waits(f"first\n{call}")]) == 1

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def env(tmp_path_factory):
 @pytest.mark.slow("runs a whole benchmark")
 def test_a_benchmark_runs_to_its_result(module, last_line, env):
     command = [sys.executable, "-m", f"benchmarks.{module}", "configs/tiny.yaml", "--rounds", "1", "--steps", "3"]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.fullmatch(last_line, done.stdout.splitlines()[-1])
 
@@ -38,7 +39,7 @@ def test_a_benchmark_runs_to_its_result(module, last_line, env):
 @pytest.mark.slow("runs a whole benchmark")
 def test_the_benchmark_of_the_data_runs_to_its_result():
     command = [sys.executable, "-m", "benchmarks.data", "--megabytes", "1", "--lines", "10000", "--sequence-length", "64"]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert re.match(r"on the fly +bytes +1\.0 M tokens in +[\d.]+ s: +[\d,]+ tokens/s", lines[1])
@@ -48,7 +49,7 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
 @pytest.mark.slow("runs a whole benchmark")
 def test_the_benchmark_of_8_bits_tells_the_losses_of_three_types(env):
     command = [sys.executable, "-m", "benchmarks.fp8_curve", "--steps", "2", "--seeds", "1"]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     three = r"\d\.\d{4} \d\.\d{4} \d\.\d{4}"
     first, *differ, seconds = done.stdout.splitlines()
@@ -62,7 +63,7 @@ def test_the_benchmark_of_8_bits_tells_the_losses_of_three_types(env):
 def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path, env):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     command = [sys.executable, "-m", "benchmarks.shakespeare", str(tmp_path / "text.txt"), "--seeds", "1", "--steps", "2"]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     shape = r"(gpt2|gpt2, own start|llama): \d\.\d{3} \(seeds \d\.\d{3}\), \d+ s; 2: \d\.\d{3}"
     assert len(lines := done.stdout.splitlines()) == 3

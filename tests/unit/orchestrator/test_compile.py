@@ -104,7 +104,6 @@ def of_tokens(config, mesh):
     return (6 * model.num_layers + 2) * rows * training.data.sequence_length * model.width * 2
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [

@@ -13,6 +13,7 @@ from orchestrator.board import Board
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
 from orchestrator.run_state import outcome
+from tests.programs.processes import PATIENCE_S
 
 
 class Console:
@@ -98,7 +99,7 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
 
 def asked(board):
     """Waits for the thread that a handler has started."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while board.stop_requested() is None and time.monotonic() < deadline_s:
         time.sleep(0.001)
     return board.stop_requested()

@@ -18,7 +18,7 @@ from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.storage import documents, sealed
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
@@ -52,11 +52,11 @@ def start(storage):
 
     yield start
     for launch in opened:
-        launch.close("FINISHED", 30.0)
+        launch.close("FINISHED", PATIENCE_S)
 
 
 def end(launch, how):
-    launch.close("FINISHED", 30.0)
+    launch.close("FINISHED", PATIENCE_S)
     outcome.write_outcome(launch.run_dir, {"launch_id": "launch", "status": how, "stop_reason": "max_steps", "error": None})
 
 
@@ -87,7 +87,7 @@ def test_the_numbers_of_a_run_are_those_of_all_its_launches(start, storage, is_o
         documents.write_json(folder / "summary.json", {"launch_id": "second", **of_the_end})
         documents.write_json(folder / outcome.FILE, {"launch_id": "second", "status": "finished"})
     run = overview.read(folder)
-    second.close("FINISHED", 30.0)
+    second.close("FINISHED", PATIENCE_S)
     assert run.wall_s == (1000.0 if is_over else pytest.approx(160.0, abs=30.0))
     assert run.goodput == (0.9 if is_over else pytest.approx(80 / 160, abs=0.1))
     assert run.num_incidents == 1
@@ -107,7 +107,7 @@ def test_a_driver_that_is_gone_is_reported(start, storage):
     launch = start("a")
     path = storage / "a" / "lease.json"
     lease = LEASE_KIND.read(path)
-    launch.close("FINISHED", 30.0)
+    launch.close("FINISHED", PATIENCE_S)
     for changes, state in (({"pid": 2**22 + 1}, "driver gone"), ({"released": True}, "ended without telling how")):
         LEASE_KIND.write(path, lease | changes)
         run = overview.read(storage / "a")
@@ -297,12 +297,12 @@ def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
     launch = start("a")
     answers = []
     for kind, what in (("save", lambda: launch.saved(41, "there")), ("stop", lambda: end(launch, "stopped"))):
-        asks = threading.Thread(target=lambda kind=kind: answers.append(asking.ask(storage / "a", kind, 30.0)))
+        asks = threading.Thread(target=lambda kind=kind: answers.append(asking.ask(storage / "a", kind, PATIENCE_S)))
         asks.start()
-        assert wait_until(lambda: launch.store() or not launch._requests.empty(), 30.0)
+        assert wait_until(lambda: launch.store() or not launch._requests.empty())
         assert [request.kind for request in launch.new_requests()] == [kind]
         what()
-        asks.join(30.0)
+        asks.join(PATIENCE_S)
     assert answers == [(True, "a: saved at step 41; it goes on"), (True, "a: stopped; saved at step 41")]
     with pytest.raises(NoRunError, match="does not go on now: stopped"):
         asking.ask(storage / "a", "stop", 1.0)

@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.programs.processes import PATIENCE_S
 from tests.unit.training import assert_equal
 from tests.unit.training import trainer as small_trainer
 from trainers import runtime
@@ -221,11 +222,11 @@ def test_it_trains_in_a_thread_and_one_at_a_time():
     class Wait(Callback):
         def on_publish(self, state, **kwargs):
             began.set()
-            assert go_on.wait(60)
+            assert go_on.wait(PATIENCE_S)
 
     thread = threading.Thread(target=lambda: made.append(training(callbacks=(Wait(),)).fit()))
     thread.start()
-    assert began.wait(60)
+    assert began.wait(PATIENCE_S)
     with pytest.raises(UsageError, match="another fit"):
         training().fit()
     go_on.set()

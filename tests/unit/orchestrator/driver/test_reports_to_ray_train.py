@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from orchestrator.driver.ray_train import TrainReporter
+from tests.programs.processes import PATIENCE_S
 
 
 class Reporter(TrainReporter):
@@ -14,7 +15,7 @@ class Reporter(TrainReporter):
         self.taken, self.asked, self.may = [], threading.Event(), threading.Semaphore(0)
         super().__init__(supervised=False)
         self.report({"step": 0})
-        assert self.asked.wait(30)
+        assert self.asked.wait(PATIENCE_S)
 
     def _send(self, *report):
         self.asked.set()
@@ -46,7 +47,7 @@ def test_a_worker_whose_reports_are_not_taken_ends_all_the_same_and_says_so(monk
         reporter.report({"step": step}, f"/run/checkpoints/{step}")
     reporter.close()
     reporter.may.release(3)
-    reporter._thread.join(30)
+    reporter._thread.join(PATIENCE_S)
     assert not reporter._thread.is_alive()
     assert reporter.taken == [({"step": 0}, None)]
     assert "2 reports did not reach Ray Train within 0 s" in caplog.text

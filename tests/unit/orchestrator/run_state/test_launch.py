@@ -13,7 +13,7 @@ from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import open_launch
 from orchestrator.tracking.config import TrackingConfig
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.fence import WriterTerm
@@ -133,7 +133,7 @@ def test_a_storage_that_hangs_holds_up_nobody(take_up, tmp_path, monkeypatch):
     """Every method returns while a write hangs: the driver has a gang to watch."""
     launch, free = take_up(), threading.Event()
     assert launch._writer.flush(30)
-    monkeypatch.setattr(documents, "write_json", lambda path, document: free.wait(60))
+    monkeypatch.setattr(documents, "write_json", lambda path, document: free.wait(PATIENCE_S))
     try:
         launch.formed({"generation": 0})
         launch.saved(3, "/checkpoints/3")

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.run_state import lease
 from orchestrator.run_state.lease import LeaseLost, RunInUse, Time, acquire, holder_of
+from tests.programs.processes import PATIENCE_S
 from trainers.storage import documents
 
 
@@ -253,7 +254,7 @@ def test_the_renewing_thread_tells_of_a_successor_once(tmp_path, clock, monkeypa
     while holder_of(str(tmp_path)).renewed_at_s != clock.now_s:
         assert not lost.wait(0.01)
     new = acquire(str(tmp_path), "a", clock.times)
-    assert lost.wait(30)
+    assert lost.wait(PATIENCE_S)
     old.release()
     new.release()
 

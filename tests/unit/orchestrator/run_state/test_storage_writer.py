@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.run_state import storage_writer
 from orchestrator.run_state.storage_writer import STALL_S, Writer
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ class Held:
 
     def __init__(self, clock=lambda: 0.0):
         self.writer, self.done, self._free, began = Writer(clock), [], threading.Event(), threading.Event()
-        self.writer.put("first", lambda: (began.set(), self._free.wait(60)))
-        assert began.wait(60)
+        self.writer.put("first", lambda: (began.set(), self._free.wait(PATIENCE_S)))
+        assert began.wait(PATIENCE_S)
 
     def put(self, key, what):
         self.writer.put(key, lambda: self.done.append(what))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.programs.processes import PATIENCE_S
 from tests.unit.trainers.checkpoint.test_assets import Tokenizer
 from tests.unit.training import assert_equal, of, trainer
 from trainers.base import BaseTrainer
@@ -266,7 +267,7 @@ def test_the_command_leaves_accelerators_alone_however_it_is_called(monkeypatch,
 @pytest.mark.costs("compiles a model and generates")
 def test_from_the_command_line_without_the_devices_of_the_training(trained, tmp_path):
     words = [sys.executable, "-m", "trainers.export", str(run_folder(trained)), str(tmp_path / "hf"), "--format", "huggingface"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'hf'}: huggingface of {trained.output.checkpoint_path}\n"
     np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
@@ -316,7 +317,7 @@ def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, mo
     trained, exported, export_now = threading.Event(), [], hugging_face.to_hugging_face
 
     def late(path, out, *, replace):
-        assert trained.wait(60)
+        assert trained.wait(PATIENCE_S)
         export_now(path, out, replace=replace)
         exported.append(Path(path).name)
 
@@ -352,7 +353,7 @@ def test_a_callback_of_all_hosts_writes_its_share_and_host_0_waits_for_the_other
     monkeypatch.setattr(hugging_face, "to_hugging_face", in_parts)
 
     def late():
-        assert waited.wait(60)
+        assert waited.wait(PATIENCE_S)
         in_parts(checkpoint, out, replace=True, host=1, num_hosts=2)
 
     other = threading.Thread(target=late)

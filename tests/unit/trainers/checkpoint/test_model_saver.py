@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.programs import checkpointing
+from tests.programs.processes import PATIENCE_S
 from tests.unit.trainers.checkpoint.test_retention import BEST, SIX, lie_in, shapes_of_parameters
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, StopAt, of, trainer
@@ -120,7 +121,7 @@ def test_training_does_not_wait_for_a_save_that_never_came_to_its_arrays(tmp_pat
     meta = {"batch_index": 1, "metrics": {}, "skipped_batches": []}
     saves = threading.Thread(target=manager.save_model, args=(1, checkpointing.state(1), meta), daemon=True)
     saves.start()
-    saves.join(20.0)
+    saves.join(PATIENCE_S)
     assert not saves.is_alive()
     manager.wait()
     assert [note.partition(":")[0] for note in manager.notes] == ["the model of step 1 was not saved"]

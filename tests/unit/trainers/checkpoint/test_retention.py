@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.programs import checkpointing
+from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint import layout, model_only
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.standalone import load_model
@@ -224,7 +225,7 @@ def test_training_waits_for_no_model(folder, monkeypatch):
 
     def slow(*args, **kwargs):
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         return keep(*args, **kwargs)
 
     keep = model_only.keep
@@ -235,7 +236,7 @@ def test_training_waits_for_no_model(folder, monkeypatch):
         meta = {"batch_index": step, "scores": None}
         manager.save(step, checkpointing.state(step), meta)
         manager.wait_for_save()
-        assert entered.wait(30)
+        assert entered.wait(PATIENCE_S)
     assert manager.saved == [1, 2, 3]
     go_on.set()
     manager.wait()

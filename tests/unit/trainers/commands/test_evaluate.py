@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, saved_models
@@ -212,6 +213,6 @@ def test_the_command_prints_the_results_alone(trained):
     command = [sys.executable, "-m", "trainers.evaluate", str(config), "--checkpoint", str(folder), "--json"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     env.pop("XLA_FLAGS", None)  # one device, not the eight of the training
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert [row["unit"] for row in json.loads(done.stdout)] == ["eval", "few"]

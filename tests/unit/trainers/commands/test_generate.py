@@ -14,6 +14,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.trainers.text.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
@@ -227,7 +228,9 @@ def told(line):
 generate.tell = told
 generate.main(["nowhere", "--prompt", "a"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert done.stdout == "reading nowhere []\n", done.stderr
 
 

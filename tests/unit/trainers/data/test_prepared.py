@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data import encoders, kept, parts, preparing
@@ -181,14 +182,14 @@ def test_a_process_waits_for_another_one_that_makes_the_same_tokens(lines, cache
     def slowly(*given):
         made_by.append(threading.current_thread().name)
         started.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(PATIENCE_S)
         return write(*given)
 
     monkeypatch.setattr(preparing, "write_part", slowly)
     made = arguments(lines)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(of_source, made.data, made, no_note)
-        assert started.wait(20)
+        assert started.wait(PATIENCE_S)
         second = pool.submit(of_source, made.data, made, no_note)
         assert not wait([second], timeout=0.3).done
         may_go_on.set()

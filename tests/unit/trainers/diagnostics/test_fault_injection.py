@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from orchestrator.faultlab.testbed import live_run
+from tests.programs.processes import PATIENCE_S
 from tests.unit import training
 from trainers import runtime
 from trainers.callbacks import Callback, RunInfo
@@ -153,7 +154,7 @@ def shows(work, function):
     """Whether a thread that does `work` comes to be in `function`."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s and thread.is_alive():
         frame = sys._current_frames().get(thread.ident)
         if frame and function in [entry.name for entry in traceback.extract_stack(frame)]:

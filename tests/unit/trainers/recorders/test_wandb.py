@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
@@ -21,8 +21,6 @@ from trainers.recorders.wandb import SERVICE, WeightsAndBiases
 
 SHAPE = Distribution(0.5, 0.25, 0.0, 1.0, (1, 2, 1))
 BLOCK, HEADER = 32 * 1024, 7
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +150,6 @@ made.close(1)
 
 @pytest.mark.costs("compiles a step and trains")
 def test_a_service_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
-    began_s = time.monotonic()
     # To a file: the service inherits it, and a pipe would be read until the service ends too.
     with (tmp_path / "output").open("w") as output:
         done = subprocess.run(
@@ -161,7 +158,7 @@ def test_a_service_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
     text = (tmp_path / "output").read_text()
@@ -171,7 +168,6 @@ def test_a_service_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
         assert "recorder wandb was not closed in time" in text
         assert "Traceback" not in text
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        assert time.monotonic() - began_s < 60
     finally:
         if psutil.pid_exists(pid):
             psutil.Process(pid).kill()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.programs.processes import PATIENCE_S
 from tests.programs.tiny import Numbers
 from tests.unit.training import arguments, losses, of, trainer
 from trainers import runtime
@@ -311,7 +312,7 @@ def test_what_was_loaded_is_watched_until_its_first_use_is_over(made, tmp_path):
     process.worked = lambda file: (seen.extend(journals(tmp_path)), worked(file), over.set())
     for _ in range(3):
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]
-    assert over.wait(60)
+    assert over.wait(PATIENCE_S)
     assert len(seen) == 1
     assert journals(tmp_path) == traces == []
 
@@ -363,7 +364,7 @@ def journals(folder):
 
 
 def wait_until(condition):
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

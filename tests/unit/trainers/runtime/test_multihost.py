@@ -9,6 +9,7 @@ from collections import Counter
 import jax
 import pytest
 
+from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint.commit import CommitError, Exchange
 from trainers.errors import CoordinatorError
 from trainers.runtime import distributed, multihost
@@ -92,11 +93,11 @@ def all_at_once(hosts, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     return results
 
 
-def exchange(coordinator, host, num_hosts, value, number=0, timeout_s=60.0):
+def exchange(coordinator, host, num_hosts, value, number=0, timeout_s=PATIENCE_S):
     return multihost.exchange(coordinator.client(host), host, num_hosts, f"agree/{number}/topic", "topic", value, timeout_s)
 
 

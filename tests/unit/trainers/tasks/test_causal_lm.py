@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Task
@@ -209,4 +210,4 @@ def test_tracing_the_loss_touches_no_device():
         nnx.eval_shape(task.loss, model, shapes)
         assert not xla_bridge.backends_are_initialized()
     """
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=PATIENCE_S)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 from tests.unit.training import of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
@@ -205,5 +206,7 @@ made = arguments({str(folder)!r}, {str(paths)!r}, storage={str(tmp_path)!r}, glo
 BaseTrainer(made, *text_windows(made)).prepare()
 print(sorted({{"transformers", "tokenizers", "huggingface_hub"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -18,7 +18,7 @@ from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.faultlab.chaos.score import what_is_wrong
 from orchestrator.faultlab.testbed.screen import Screen
 from tests import ROOT
-from tests.programs.processes import wait_until
+from tests.programs.processes import PATIENCE_S, wait_until
 
 IN_TERMINAL = "trap 'echo asked; exit 3' HUP; tty <&0 > /dev/null && echo in a terminal; while :; do sleep 0.02; done"
 TO_READER = "echo one; while :; do echo two; sleep 0.02; done"
@@ -45,7 +45,7 @@ def close_terminal_twice(tmp_path):
         process = start(screen, IN_TERMINAL)
         assert wait_until(lambda number=number: output.read_text().count("in a terminal") == number)
         screen.close_terminal()
-        assert process.wait(10) == 3
+        assert process.wait(PATIENCE_S) == 3
     assert output.read_text().split("\n") == ["in a terminal", "asked"] * 2 + [""]
 
 
@@ -55,13 +55,13 @@ def test_a_reader_that_goes_away_leaves_the_command_with_a_broken_pipe(tmp_path)
     process = start(screen, TO_READER)
     assert wait_until(lambda: output.read_text().count("two") > 2)
     screen.stop_reading()
-    assert process.wait(10) == -signal.SIGPIPE
+    assert process.wait(PATIENCE_S) == -signal.SIGPIPE
     assert output.read_text().startswith("one\ntwo\n")
 
 
 def test_without_either_all_comes_into_the_file(tmp_path):
     screen = Screen(tmp_path / "console.log")
-    assert start(screen, "echo out; echo err >&2").wait(10) == 0
+    assert start(screen, "echo out; echo err >&2").wait(PATIENCE_S) == 0
     assert (tmp_path / "console.log").read_text() == "out\nerr\n"
 
 
