@@ -56,13 +56,13 @@ def test_what_hosts_and_the_driver_ask_is_added_up():
 
 def test_every_request_that_failed_is_counted_and_none_that_is_answered(stores, monkeypatch):
     stores["gs"].set(monkeypatch)
-    store = open_store(stores["gs"].url(), object_store.Limits(0.2, 5.0, 0.01, 0.02))
+    store = open_store(stores["gs"].url(), object_store.Limits(0.8, 60.0, 0.01, 0.02))
     assert store.get("nothing") is None
     assert store.create("a", b"0123")
     assert not store.create("a", b"4567")
     assert store.get_part("a", 9, 12) == b""
     assert HERE.take() == (0, "")
-    stores["gs"].proxy.faults[:] = [Fault("^GET", "503", times=3), Fault("^GET", "hang", times=1, seconds=0.5)]
+    stores["gs"].proxy.faults[:] = [Fault("^GET", "503", times=3), Fault("^GET", "hang", times=1, seconds=3.0)]
     assert store.get("a") == b"0123"
     number, why = HERE.take()
     assert number == 4
@@ -72,7 +72,7 @@ def test_every_request_that_failed_is_counted_and_none_that_is_answered(stores, 
         store.get("a")
     assert HERE.take()[0] == 1
     with pytest.raises(StorageUnavailable):
-        open_store(store.url, object_store.Limits(0.2, 0.05, 0.01, 0.02)).put("a", b"")
+        open_store(store.url, object_store.Limits(1.0, 0.05, 0.01, 0.02)).put("a", b"")
     assert HERE.take()[0] >= 2
 
 

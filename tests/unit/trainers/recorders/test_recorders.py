@@ -44,9 +44,10 @@ class Failing(Kept):
 
 
 class Stalling(Kept):
-    go_on = threading.Event()
+    began, go_on = threading.Event(), threading.Event()
 
     def record(self, step, metrics, distributions):
+        self.began.set()
         self.go_on.wait()
         super().record(step, metrics, distributions)
 
@@ -87,11 +88,12 @@ def test_one_that_raises_is_reported_once_and_its_losses_at_the_end(tmp_path):
 
 
 def test_one_that_stalls_holds_nobody_up_and_keeps_the_newest(tmp_path):
+    Stalling.began.clear()
     Stalling.go_on.clear()
     made, notes = feeds(tmp_path, "Stalling", kept_publishes=3)
     for step in range(1, 9):
         made.record(step, {"loss": 1.0})
-        time.sleep(0.01)  # for its thread to take the first
+        assert Stalling.began.wait(PATIENCE_S)  # its thread has taken the first
     made.close(timeout_s=0.2)
     assert "is too slow" in notes[0]
     assert notes[1].endswith("8 publishes were not recorded")
