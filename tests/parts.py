@@ -20,6 +20,10 @@ WITH_RAY = {
     "faults": ("tests/faults", _CLUSTER, f"--ignore={_BUCKETS}"),
 }
 """Each a part of its own, with what pytest is given. Two files have changed sides: so both end at about the same time."""
+NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
+"""Of the parts with Ray, whose tests do not use it. Its plugin imports it when all tests have ended, and pytest then parses its files
+while other threads run. A thread that prints a traceback parses too. If JAX's callback of the garbage collector lets it do so in
+between, Python 3.11 raises SystemError: AST constructor recursion depth mismatch."""
 FIRST = "unit"
 """The name of the part without Ray."""
 RESULTS = Path("build/tests")
@@ -32,7 +36,7 @@ def main(workers: str, *options: str) -> int:
     """Returns the exit status of pytest: that of the last part that failed, else 0 if any test has run."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     without_ray = ("--numprocesses", workers, "--dist", "loadfile", "--no-loadscope-reorder", *WITHOUT_RAY, *options)
-    with_ray = {name: (*files, *options) for name, files in WITH_RAY.items()}
+    with_ray = {name: (*files, *NO_HYPOTHESIS, *options) for name, files in WITH_RAY.items()}
     if int(workers) == 0:
         parts = {FIRST: without_ray, **with_ray}
         statuses = {name: wait_for(start(name, arguments)) for name, arguments in parts.items()}

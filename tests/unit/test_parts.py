@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
 from tests import ROOT, parts
 
-TEST = "def test_it():\n    assert {}\n"
+TEST = """
+def test_it(pytestconfig):
+    assert pytestconfig.pluginmanager.hasplugin("hypothesispytest") == {0}, "the plugin"
+    assert {0}
+"""
 
 
 @pytest.mark.parametrize(
@@ -39,9 +44,15 @@ def test_each_file_is_in_one_part():
     assert left_out == alone
 
 
+def test_the_parts_with_ray_do_without_hypothesis():
+    paths = [path for name in ("ray", "faults") for path in (ROOT / "tests" / name).glob("*.py")]
+    assert paths
+    assert not [path for path in paths if re.search(r"^(from|import) hypothesis", path.read_text(), re.MULTILINE)]
+
+
 @pytest.mark.costs("starts pytest twice, as `make test` does")
 def test_what_the_part_beside_says_is_shown_and_counts(tmp_path, monkeypatch, capfd):
-    for name, holds in (("without", True), ("beside", False)):
+    for name, holds in (("beside", False), ("without", True)):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"test_{name}.py").write_text(TEST.format(holds))
     monkeypatch.setattr(parts, "WITHOUT_RAY", (str(tmp_path / "without"),))
