@@ -21,9 +21,9 @@ WITH_RAY = {
 }
 """Each a part of its own, with what pytest is given. Two files have changed sides: so both end at about the same time."""
 NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
-"""Of the parts with Ray, whose tests do not use it. Its plugin imports it when all tests have ended, and pytest then parses its files
-while other threads run. A thread that prints a traceback parses too. If JAX's callback of the garbage collector lets it do so in
-between, Python 3.11 raises SystemError: AST constructor recursion depth mismatch."""
+"""Of the parts with Ray, whose tests do not use it. Its plugin imports it when all tests have ended, and pytest then parses its
+files while other threads run. A thread that prints a traceback parses too. If JAX's callback of the garbage collector lets it do
+so in between, Python 3.11 raises SystemError: AST constructor recursion depth mismatch."""
 FIRST = "unit"
 """The name of the part without Ray."""
 RESULTS = Path("build/tests")
