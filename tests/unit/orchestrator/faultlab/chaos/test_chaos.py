@@ -220,7 +220,7 @@ def test_a_run_is_slowed_down_as_much_as_the_faults_that_are_to_come_need(max_st
 def test_a_recovery_that_takes_long_does_not_use_up_the_steps_of_the_faults_after_it(monkeypatch):
     monkeypatch.setattr(Pace, "LOOK_S", -1.0)
     run = Paced(200)
-    pace = Pace(run, 600)
+    pace = Pace(run, 600, lambda: 0.0)
     pace.share_out(4)
     seconds = 0.0
     for step in range(200, 300):
@@ -228,11 +228,25 @@ def test_a_recovery_that_takes_long_does_not_use_up_the_steps_of_the_faults_afte
         pace.keep()
         seconds += run.paces[-1]
     assert run.paces == sorted(run.paces)
-    assert (run.paces[0], run.paces[-1]) == pytest.approx((0.12, 1.5))
+    assert (run.paces[0], run.paces[-1]) == pytest.approx((0.12, 3.0))
     assert seconds > 24  # 12 if steps stayed as fast
     run.step = 300
     pace.share_out(3)
     assert run.paces[-1] == pytest.approx(0.12)
+
+
+def test_steps_that_are_left_last_as_long_as_was_waited(monkeypatch):
+    """Else a run whose standbys take half a minute to start, on a busy machine, ends before its last fault."""
+    monkeypatch.setattr(Pace, "LOOK_S", -1.0)
+    run, now = Paced(300), {"s": 50.0}
+    pace = Pace(run, 400, lambda: now["s"])
+    pace.share_out(1)
+    for now["s"], run.step in ((60.0, 340), (80.0, 360), (90.0, 380), (150.0, 380)):
+        pace.keep()
+    assert run.paces == pytest.approx([0.12, 10 / 60, 30 / 40, 40 / 20, 3.0])
+    run.step = 320
+    pace.share_out(1)
+    assert run.paces[-1] == pytest.approx(0.15)
 
 
 class Recovering(Paced):
