@@ -176,6 +176,7 @@ class Cluster:
         self._num_started += 1
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *arguments]
         command.append(f"--temp-dir={self._folder_of(number)}")
+        command.append("--include-log-monitor=false")  # it looks ten times a second on each node for what no driver here prints
         if about.resources:
             labels = ",".join(f"{name}={value}" for name, value in about.labels.items())
             command += [f"--resources={json.dumps(about.resources)}", f"--labels={labels}"]
