@@ -18,7 +18,7 @@ from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
 from tests import ROOT
-from tests.programs.processes import PATIENCE_S
+from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import layout, manifest, standing
@@ -80,12 +80,8 @@ class Job:
     def said(self):
         return self.log.read_text()
 
-    def wait_until(self, condition, timeout_s=PATIENCE_S):
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline_s, self.said()
-            time.sleep(0.1)
+    def wait_until(self, condition):
+        wait_while_running(condition, self.process, self.said)
 
     def saved(self):
         return sorted(Row(self.run / "row").newest().of("checkpoints"))
@@ -102,8 +98,8 @@ class Job:
         """The training process that is host `host` now."""
         return json.loads((self.orders / "members" / f"host-{host:04d}.json").read_text())["pid"]
 
-    def ended(self, timeout_s=PATIENCE_S):
-        return self.process.wait(timeout_s)
+    def ended(self):
+        return self.process.wait(PATIENCE_S)
 
     def close(self):
         """Ends what is left of it: a run whose bucket is gone would try for ever."""

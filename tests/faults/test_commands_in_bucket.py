@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator import gangway
 from tests import ROOT
-from tests.programs.processes import PATIENCE_S
+from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
 from trainers.checkpoint import standing
 from trainers.storage.opening import place_of
@@ -39,9 +39,9 @@ def call(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
 
-    def call(*words, patience_s=PATIENCE_S):
+    def call(*words):
         """Asks again for a while: what a run tells reaches its bucket now and then."""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
             capsys.readouterr()
             standing._rows.clear()  # as in a process of its own
@@ -125,9 +125,5 @@ def when_it_is_over(call, run, url):
     assert os.listdir() == ["report.html"], "a URL was taken for a path"
 
 
-def wait_until(condition, process, log, timeout_s=PATIENCE_S):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.1)
+def wait_until(condition, process, log):
+    wait_while_running(condition, process, log.read_text)

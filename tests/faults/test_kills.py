@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from orchestrator.faultlab.testbed.screen import asked_by_hangup
 from tests import ROOT
-from tests.programs.processes import PATIENCE_S
+from tests.programs.processes import PATIENCE_S, wait_while_running
+from tests.strikes import Folder
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
@@ -30,12 +30,8 @@ def start(tmp_path, *more):
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
 
 
-def wait_until(condition, process, tmp_path, timeout_s=PATIENCE_S):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, (tmp_path / "console.log").read_text()
-        assert time.monotonic() < deadline_s, (tmp_path / "console.log").read_text()
-        time.sleep(0.05)
+def wait_until(condition, process, tmp_path):
+    wait_while_running(condition, process, (tmp_path / "console.log").read_text)
 
 
 def saved(tmp_path, step):
@@ -87,7 +83,8 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
 
 @pytest.mark.costs("the one whole job that is killed")
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
-    process = start(tmp_path, "max_num_steps=100000")
+    slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 150 when it is killed
+    process = start(tmp_path, "max_num_steps=100000", f"hosts.env.GANGWAY_FAULTS={slow.path}")
     wait_until(saved(tmp_path, 40), process, tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 
 from orchestrator.deploy import refusals
 from tests import ROOT
-from tests.programs.processes import PATIENCE_S
+from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.unit.orchestrator.deploy.of_configs import deploy
 from tests.unit.orchestrator.deploy.test_scripts import SCONTROL, SRUN, TINY, programs
 
@@ -78,12 +77,8 @@ def test_a_job_of_slurm_saves_before_its_limit_and_goes_on_in_the_next(launch, t
     assert processes_of(f"/tmp/gangway-{os.getpid()}") == []
 
 
-def wait_for(condition, process, console, timeout_s=PATIENCE_S):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, console.read_text()
-        assert time.monotonic() < deadline_s, console.read_text()
-        time.sleep(0.2)
+def wait_for(condition, process, console):
+    wait_while_running(condition, process, console.read_text)
 
 
 def processes_of(folder):

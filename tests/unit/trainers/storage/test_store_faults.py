@@ -60,9 +60,11 @@ def test_what_does_not_pass_in_time_is_unavailable_and_never_absent(store, fault
     monkeypatch.setattr(store, "limits", Limits(1.0, 0.06, 0.01, 0.02))
     faults[:] = [Fault(".", "503")]
     for name, ask in ASKS.items():
+        began_s = time.monotonic()
         with pytest.raises(StorageUnavailable, match=r"503.*\(tried \d+ times") as error:
             ask(store)
         assert error.value.filename.startswith(store.url), name
+        assert time.monotonic() - began_s < 30  # half of what it would be without these limits
 
 
 def test_what_is_refused_is_not_asked_again(store, faults, scheme, stores):
