@@ -5,14 +5,14 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CONFIG ?= configs/quickstart.yaml
-WORKERS ?= 2
+POOL = $(if $(WORKERS),--workers $(WORKERS))
 SEEDS ?= 1 2 3
 SEED ?= 1
 COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-slow test-all dashboard site soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-changed test-commit test-all costs dashboard site soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -44,14 +44,20 @@ install:
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
-test: env build/tpu  ## Run the tests of every commit, in about a quarter of an hour: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
-	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
+test: env build/tpu  ## Run the tests of every commit (WORKERS=0: one by one; ARGS="-k name ...")
+	@$(IN_VENV) -m tests.run test $(POOL) $(ARGS)
 
-test-slow: env build/tpu build/prometheus build/weed build/zensical  ## Run the tests that `make test` leaves out
-	@$(IN_VENV) -m tests.parts $(WORKERS) -m slow $(ARGS)
+test-changed: env build/tpu build/prometheus build/weed build/zensical  ## Run the slow tests that a change can reach, and a fifth of the others
+	@$(IN_VENV) -m tests.run changed $(POOL) $(ARGS)
 
-test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests: about an hour and a half on two cores
-	@$(IN_VENV) -m tests.parts $(WORKERS) $(ARGS)
+test-commit: env build/tpu build/prometheus build/weed build/zensical  ## Both in one pool, as .ci/run does
+	@$(IN_VENV) -m tests.run test changed $(POOL) $(ARGS)
+
+test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests, and write the commit into tests/proved.toml if they pass
+	@$(IN_VENV) -m tests.run all $(POOL) $(ARGS)
+
+costs:  ## What the newest run of the tests cost, by cause, file and test
+	@$(IN_VENV) -m tests.costs
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
 build/tpu: tests/tpu.txt | env

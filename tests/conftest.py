@@ -8,6 +8,7 @@ import pytest
 
 from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE
 from tests.environment import NUM_DEVICES, prepare
+from tests.ledger import Ledger
 from tests.progress import MARKERS, Progress
 
 prepare(os.environ)
@@ -28,7 +29,7 @@ def _threads_of_others_are_their_own():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--check-costs", action="store_true", help="fail if a test costs far more than one of its folder may")
+    parser.addoption("--slow-of", metavar="PATH", help="leave out the slow tests of files that are not listed in this file")
 
 
 def pytest_configure(config):
@@ -37,6 +38,8 @@ def pytest_configure(config):
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # the process that runs tests
+        config.pluginmanager.register(Ledger(), "gangway-ledger")
 
 
 def pytest_unconfigure():

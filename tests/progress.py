@@ -1,21 +1,17 @@
-"""What a run of the tests shows: a line for each file that has ended, and the tests that cost more than they may."""
+"""Which tests are run, the dearest file first, and what a run shows: a line for each file that has ended."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-ALLOWED_S = {"tests/unit": 1.0}
-ALLOWED_ELSEWHERE_S = 10.0
-"""What a test may cost (CONTRIBUTING.md, "What a test may cost")."""
-MUCH = 15.0
-"""`--check-costs` fails from so many times what is allowed: below it, a busy machine may be the reason (9 were seen)."""
+from tests import costs
+
 MARKERS = {
-    "slow(why)": "costs more than a test of its folder may, and is left to `make test-all`",
-    "costs(why)": "costs more than a test of its folder may, and is worth it in `make test`",
+    "slow(why)": "is left to `make test-changed` and `make test-all`: why a cheaper test in `make test` is enough there",
 }
 
 
@@ -29,14 +25,24 @@ class Progress:
         self._total = 0
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: Counter[str] = Counter()
-        self._costs: Counter[str] = Counter()
-        """Seconds of each test that has no marker."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            for marker in (*item.iter_markers("slow"), *item.iter_markers("costs")):
+            for marker in item.iter_markers("slow"):
                 if len(marker.args) != 1 or not str(marker.args[0]).strip():
                     raise pytest.UsageError(f'{item.nodeid}: expected @pytest.mark.{marker.name}("why"), found {marker}')
+        if chosen := self._config.getoption("slow_of"):
+            self._leave_out(items, Path(chosen).read_text().splitlines())
+        slow = {file_of(item) for item in items if item.get_closest_marker("slow")}
+        expected_s = costs.expected_s(slow)
+        # Else one worker would begin the dearest file when all others have ended. The order within a file stays.
+        items.sort(key=lambda item: (-expected_s(file_of(item)), file_of(item)))
+
+    def _leave_out(self, items: list[pytest.Item], chosen: list[str]) -> None:
+        out = [item for item in items if item.get_closest_marker("slow") and file_of(item) not in chosen]
+        left_out = set(out)
+        items[:] = [item for item in items if item not in left_out]
+        self._config.hook.pytest_deselected(items=out)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -58,27 +64,12 @@ class Progress:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.split("::")[0]
         self._seconds[file] += report.duration
-        if not any(name in report.keywords for name in ("slow", "costs")):
-            self._costs[report.nodeid] += report.duration
         if report.when == "call" or not report.passed:
             self._outcomes[file]["failed" if report.failed else "skipped" if report.skipped else "passed"] += 1
         if report.when == "teardown":
             self._left[file] -= 1
             if not self._left[file]:
                 self._show(file)
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        costly = [(node, seconds) for node, seconds in self._costs.most_common() if seconds > allowed_s(node)]
-        if costly:
-            terminalreporter.section("cost more than a test of their folder may, without a marker (CONTRIBUTING.md)", "-")
-            for node, seconds in costly:
-                terminalreporter.line(f"{seconds:6.1f}s of {allowed_s(node):g}  {node}")
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        too_much = any(seconds > MUCH * allowed_s(node) for node, seconds in self._costs.items())
-        if too_much and exitstatus == 0 and self._config.getoption("check_costs"):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _expect(self, ids: list[str]) -> None:
         self._left = Counter(node.split("::")[0] for node in ids)
@@ -95,6 +86,5 @@ class Progress:
         reporter.line(f"{ended:4}/{self._total} {file}: {told}, {self._seconds[file]:.1f} s", red=failed)
 
 
-def allowed_s(node: str) -> float:
-    """Returns the seconds that a test may cost without a marker that says why."""
-    return ALLOWED_S.get("/".join(PurePath(node.split("::", maxsplit=1)[0]).parts[:2]), ALLOWED_ELSEWHERE_S)
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -81,7 +81,6 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
     assert summary["checkpoint"].endswith(f"/{summary['steps']}")
 
 
-@pytest.mark.costs("the one whole job that is killed")
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 150 when it is killed
     process = start(tmp_path, "max_num_steps=100000", f"hosts.env.GANGWAY_FAULTS={slow.path}")

@@ -41,7 +41,6 @@ def one_process(tmp_path_factory):
 OTHER_MESHES = ({"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "tensor": 4})
 
 
-@pytest.mark.costs("the one mesh of two hosts with every axis")
 @pytest.mark.parametrize(
     "mesh",
     [

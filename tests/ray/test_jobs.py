@@ -21,7 +21,6 @@ def local_ray():
         yield
 
 
-@pytest.mark.costs("the job that is killed under Ray Train")
 def test_a_trainer_that_only_implements_the_protocol_is_run_and_restarted(tmp_path):
     assert isinstance(OwnTrainer(None, None, None), TrainerProtocol)
     summary = run_job(settings(tmp_path, trainer="tests.programs.recorder:OwnTrainer"))

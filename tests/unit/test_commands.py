@@ -175,7 +175,6 @@ IN_CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.costs("compiles a program")
 @pytest.mark.parametrize(
     ("where", "command"), [*COMMANDS, *IN_CONFIGURATIONS, *(row for row in INLINE if row[1] not in NAMES_ONLY)]
 )

@@ -303,7 +303,6 @@ def copied(whole, tmp_path_factory):
     return work
 
 
-@pytest.mark.costs("reads all documents of a run a hundred times")
 def test_a_damaged_document_is_reported_and_never_a_traceback(whole, copied):
     for seed in range(CASES):
         check(whole, copied, seed)
@@ -325,7 +324,6 @@ def test_each_document_has_a_format_and_a_digest(whole):
             assert sealed.is_whole(document), place
 
 
-@pytest.mark.costs("starts once for each document")
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
         # Of the terms the names alone are read.

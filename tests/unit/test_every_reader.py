@@ -265,7 +265,6 @@ def test_what_a_file_says(expected, name):
         assert {key: value_at(found, key) for key in row.values} == row.values
 
 
-@pytest.mark.costs("imports every command")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_makes_the_same_of_a_file(expected, monkeypatch, capsys, command):
     main, build = importlib.import_module(command).main, settings.build

@@ -16,7 +16,6 @@ OURS = ("trainers", "cluster", "orchestrator")
 KEYS, METRICS, PYTHON = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("keys", "metrics", "api"))
 
 
-@pytest.mark.costs("imports every command, and describes every key")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_is_what_the_code_says(path):
     assert path.read_text() == PAGES[path](), "make files"

@@ -72,7 +72,6 @@ def test_which_tests_import_a_module(text, found):
     assert imports(text, ["trainers", "step", "clip"]) == found
 
 
-@pytest.mark.costs("compiles a program")
 def test_each_equivalent_mutant_is_one_of_the_present_text():
     for path, line, change in equivalents(EQUIVALENT):
         text = (ROOT / path).read_text()

@@ -106,10 +106,7 @@ def of_tokens(config, mesh):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.costs("one real size") if name == CHEAPEST else pytest.mark.slow("a real size"))
-        for name in LARGE
-    ],
+    [name if name == CHEAPEST else pytest.param(name, marks=pytest.mark.slow("a real size")) for name in LARGE],
 )
 def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder, tmp_path):
     path = ROOT / "configs" / "large" / f"{name}.yaml"
@@ -147,7 +144,6 @@ For `llama3_8b_long_v5p` the compiler gathers weights by sums, too. With more ef
 of what experts sum (1.6 in all). Of stages: in each turn the gradients of one stage's weights, a quarter of all."""
 
 
-@pytest.mark.costs("compiles a step of real size")
 def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
     status = command.main(
         [

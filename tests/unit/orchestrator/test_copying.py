@@ -20,8 +20,6 @@ from trainers.storage.documents import StorageError
 from trainers.storage.opening import place_of
 from trainers.storage.row import Row
 
-pytestmark = pytest.mark.costs("checkpoints by Orbax, and a bucket")
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):

@@ -84,7 +84,6 @@ def test_the_configuration_of_a_launch(tmp_path):
     assert data["hosts"]["env"] == {"A": "b", importable.LAUNCHING: "1"}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_class_of_callbacks_is_used_here_and_there(tmp_path):
     config, _ = library.configuration(training(tmp_path, callbacks=[Seen]), 1, {})
     assert config.training.trainer == "trainers.library:PiecesTrainer"
@@ -103,7 +102,6 @@ def test_a_class_of_callbacks_is_used_here_and_there(tmp_path):
     assert library.configuration(training(tmp_path), 1, {})[0].training.trainer == "trainers.base:BaseTrainer"
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_pieces_may_be_given_by_name(tmp_path):
     named = training(tmp_path, model=f"{HERE}:Line", loss=f"{HERE}:squared_error", data=f"{HERE}:DATA", steps=60, optimizer=ADAM)
     config, _ = library.configuration(named, 1, {})

@@ -18,7 +18,6 @@ from tests import ROOT
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
-@pytest.mark.costs("compiles a step for several devices")
 def test_a_plan_for_other_machines(tmp_path, capsys):
     words = [TINY, f"storage={tmp_path}", "--on", "h100-2x2", "--price", "2", "--hours-between-failures", "10", "dtype=bfloat16"]
     assert plan.main([*words, "--json"]) == plan.EXIT_FITS

@@ -159,7 +159,6 @@ def test_where_there_is_no_run_is_an_error(tmp_path, capsys, place):
     assert "error: " in capsys.readouterr().err
 
 
-@pytest.mark.costs("the files of 200 runs")
 def test_many_runs_are_read_quickly(start, storage, tmp_path):
     run_dir = Path(start("a").run_dir)
     for number in range(200):
@@ -291,7 +290,6 @@ def test_what_is_added_to_a_log_is_shown_line_by_line(tmp_path):
     assert added("new\n") == ["new"], "it was emptied, for it had grown too large"
 
 
-@pytest.mark.costs("waits for two requests")
 def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
     monkeypatch.setattr(asking, "LOOK_EVERY_S", 0.01)
     launch = start("a")

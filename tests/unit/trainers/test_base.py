@@ -33,7 +33,6 @@ def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):
     assert output.metrics["eval_loss"] == pytest.approx(made.evaluate(state)["loss"])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_resumes_bit_for_bit_from_the_newest_checkpoint(tmp_path, events):
     whole = trainer(tmp_path / "whole").train()
     trainer(tmp_path / "cut", max_num_steps=6, optimizer=FIXED).train()
@@ -83,7 +82,6 @@ def test_the_held_out_set_is_counted_once_whatever_its_ragged_end(tmp_path, even
     assert made.evaluate(state, lambda means: {"twice": 2 * means["loss"]})["twice"] == pytest.approx(2 * expected, rel=1e-5)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
     trainer(tmp_path, max_num_steps=8, optimizer=FIXED).train()
     flip_a_byte(tmp_path / "run" / "checkpoints" / "8" / "state")
@@ -117,7 +115,6 @@ def test_a_stop_request_saves_the_state_and_says_why(tmp_path, events, reason):
     assert made.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / str(int(state.step)))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_one_sentence_ends_training_on_all_hosts_and_saves(tmp_path, events):
     class Enough(Callback):
         def on_step_end(self, state, **kwargs):
@@ -191,7 +188,6 @@ def test_what_is_configured_by_hand_is_there(tmp_path):
     assert loaders.configure_dataloaders() is loaders.dataloaders
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("what", ["exported", "run", "run/checkpoints/3"])
 def test_save_pretrained_can_be_trained_on(tmp_path, events, what):
     made = trainer(tmp_path, max_num_steps=3)
@@ -225,7 +221,6 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events, mo
     assert {event["step"] for event in of(events, "save_failed")} == {4, 6}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
     made = trainer(tmp_path, StopAt(5, "requested"), optimizer=FIXED)
     first = made.train()
@@ -234,7 +229,6 @@ def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
     assert_equal(made.train(state=first), trainer(tmp_path / "whole", optimizer=FIXED).train())
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_started_again_at_its_end_it_tells_the_same(tmp_path, events):
     first, second = trainer(tmp_path, optimizer=FIXED), trainer(tmp_path, optimizer=FIXED)
     first.train()
@@ -243,7 +237,6 @@ def test_started_again_at_its_end_it_tells_the_same(tmp_path, events):
     assert second.output.checkpoint_path == first.output.checkpoint_path
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_resumed_process_says_where_it_is_before_its_first_step(tmp_path, events):
     seen = []
 
@@ -258,7 +251,6 @@ def test_a_resumed_process_says_where_it_is_before_its_first_step(tmp_path, even
     assert seen == [(3, 3, 3)]
 
 
-@pytest.mark.costs("trains")
 def test_what_a_subclass_configures_is_used_also_after_it_was_called_by_hand(tmp_path):
     class Mine(BaseTrainer):
         def configure_functions(self):

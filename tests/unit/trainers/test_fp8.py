@@ -54,7 +54,6 @@ def of_8_bits(text):
 FORWARD, BACKWARD = ("f8E4M3FN", "f8E4M3FN"), ("f8E5M2", "f8E4M3FN")
 
 
-@pytest.mark.costs("traces a step")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_step_has_products_of_8_bits_for_each_linear_layer(tmp_path, texts, dtype):
     model = {**FP8, "num_layers": 1}
@@ -103,7 +102,6 @@ def assert_near(found, expected, apart):
     assert 0 < shares.max() < apart
 
 
-@pytest.mark.costs("trains twice")
 def test_twenty_steps_have_nearly_the_losses_of_bfloat16(tmp_path, events, texts, monkeypatch):
     monkeypatch.setattr(peak_flops, "FP8_PEAKS", (("cpu", 1e12),))
     about = {"dtype": "bfloat16", "optimizer": ADAM, "max_num_steps": 20, "accumulation_steps": 1, "cls": OneDevice}
@@ -131,7 +129,6 @@ def assert_as_on_one_device(tmp_path, events, mesh, **changes):
     np.testing.assert_allclose(norms, norms_of_one, rtol=0.1)
 
 
-@pytest.mark.costs("trains on one device and on a mesh")
 def test_a_mesh_has_nearly_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"data": 2, "fsdp": 2, "tensor": 2})
 
@@ -164,7 +161,6 @@ def goes_on(tmp_path, events, **about):
     return whole, resumed
 
 
-@pytest.mark.costs("trains three times")
 def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path, events, texts):
     assert_equal(*goes_on(tmp_path, events, dtype="bfloat16", mesh={"data": 2, "fsdp": 2, "tensor": 2}))
 
@@ -229,7 +225,6 @@ def test_a_model_that_a_trainer_makes_is_refused(tmp_path, texts):
         OwnModel(made, *estimate.load_datasets(made)).assembly.prepare()
 
 
-@pytest.mark.costs("plans a run")
 def test_without_qwix_a_run_is_refused_before_a_machine_is_taken_and_can_be_evaluated(tmp_path, texts, monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix._src.core.dot_general_qt", None)
     made = arguments(tmp_path, **settings(model=FP8))

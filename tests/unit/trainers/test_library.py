@@ -79,7 +79,6 @@ def learnt(result):
     return float(result.model.slope[...]), float(result.model.offset[...])
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     "data",
     [
@@ -100,7 +99,6 @@ def test_a_model_learns_from_arrays(data):
     assert result.stop_reason is StopReason.MAX_STEPS
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_history_has_every_published_step_and_the_metrics_are_the_last():
     result = training(loss=with_metrics, eval_data=points, steps=7, publish_every_steps=1, evaluation={"every_steps": 3}).fit()
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6, 7]
@@ -119,7 +117,6 @@ def test_a_short_training_has_a_history_too():
     assert [row["step"] for row in training(steps=3).fit().history] == [1, 2, 3]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_rows_that_fill_up_a_batch_do_not_count():
     y = 3 * X[:12] - 1
     result = training(data=(X[:12], y), batch_size=12, steps=1, eval_data=(X[:5], y[:5])).fit()  # on 8 devices
@@ -145,7 +142,6 @@ def test_a_loss_may_ask_whether_it_is_training():
     assert set(seen) == {True, False}
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     "model", [lambda: Line(2.0), functools.partial(Line, 2.0), Line(2.0)], ids=["function", "partial", "module"]
 )
@@ -157,7 +153,6 @@ def test_a_model_may_be_a_function_or_a_module_with_its_values(model):
         assert float(model.slope[...]) == 2  # the user's own stays as it was
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_model_with_dropout_and_batch_statistics_is_returned_in_evaluation_mode():
     result = training(Noisy, steps=5).fit()
     assert np.all(np.asarray(result.model(X)) == np.asarray(result.model(X)))
@@ -187,7 +182,6 @@ def test_an_optimizer_may_be_a_transformation_a_function_or_a_section(optimizer)
     assert ("learning_rate" in result.history[0]) == bool(settings)  # a transformation's own rate is not known
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_no_file_is_left_and_the_process_is_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -199,7 +193,6 @@ def test_no_file_is_left_and_the_process_is_as_before(tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_after_an_error_the_process_is_as_before_too(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before, num_threads = runtime.current(), threading.active_count()
@@ -234,7 +227,6 @@ def test_it_trains_in_a_thread_and_one_at_a_time():
     assert learnt(made[0]) == pytest.approx((3, -1), abs=0.1)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_interrupt_ends_it_with_what_was_learnt_and_a_later_one_goes_on(tmp_path):
     class Interrupt(Callback):
         def on_publish(self, state, *, step, **kwargs):
@@ -435,7 +427,6 @@ def test_the_result_reads_the_state_of_a_run_elsewhere_when_it_is_used(tmp_path)
     assert isinstance(jax.tree.leaves(later.state.params)[0], jax.Array)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_what_is_printed_is_short(tmp_path):
     state = training(steps=1).fit().state
     assert repr(state) == "TrainState(step=1, batch_index=1, 2 parameters)"

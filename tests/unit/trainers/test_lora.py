@@ -105,7 +105,6 @@ def trained_first(made):
     return initial_model(made.task, made.arguments.seed, made.arguments.lora)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_first_adapters_depend_on_the_seed_and_the_name(trained):
     first = jax.jit(lambda: trained_first(trained))()[0]["layers"]
     assert_equal(first, jax.jit(lambda: trained_first(trained))()[0]["layers"])
@@ -116,7 +115,6 @@ def test_the_first_adapters_depend_on_the_seed_and_the_name(trained):
     assert not any(np.any(value) for name, value in first.items() if name.endswith("_b"))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_merged_it_computes_the_same(trained, tmp_path):
     export.to_hugging_face(checkpoint(trained), tmp_path / "merged")
     merged = plain_logits(tmp_path / "merged", TOKENS, trained.arguments.model)
@@ -145,7 +143,6 @@ def test_an_export_finds_a_base_that_was_moved_and_no_other_one(trained, tmp_pat
     assert f"the adapters were trained on {LLAMA} (digest " in capsys.readouterr().err
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_goes_on_bit_for_bit(trained, tmp_path, events):
     trainer(tmp_path, max_num_steps=2, evaluation={}, previews={"prompts": []}).train()
     again = trainer(tmp_path)
@@ -172,7 +169,6 @@ def test_another_base_is_refused_and_both_are_named(trained, tmp_path, events):
     assert (run / "checkpoints" / "4").exists()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_base_that_changes_or_goes_is_named(tmp_path, events):
     folder = shutil.copytree(LLAMA, tmp_path / "base")
     settings = {"model": {"pretrained": str(folder)}, "max_num_steps": 1, "evaluation": {}, "previews": {"prompts": []}}
@@ -205,7 +201,6 @@ def test_the_command_that_evaluates_gives_the_numbers_of_the_training(trained, t
     assert made.frozen.keys() == {"base"}
 
 
-@pytest.mark.costs("compiles an evaluation for each model")
 def test_a_model_without_adapters_is_measured_as_it_is(trained, tmp_path, capsys):
     config = tmp_path / "lora.yaml"
     given = {**SETTINGS, "name": "run", "storage": str(tmp_path), "global_batch_size": 16, "publish_every_steps": 1}
@@ -302,7 +297,6 @@ PEFT = ROOT / "tests" / "unit" / "data" / "peft"
 OF_PEFT = {"rank": 4, "alpha": 6, "targets": ["query|value|down"]}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_begins_with_an_adapter_of_peft(tmp_path, events):
     """On a mesh; its logits are those that PEFT computes. What a run exports, another one begins with."""
     expected = load_file(PEFT / "llama3" / "expected.safetensors")

@@ -39,7 +39,6 @@ def trained(tmp_path_factory):
     return made
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_tables_are_trained_and_saved_with_the_adapters(trained):
     names = {"embed", "unembed", "layers.query_lora_a", "layers.query_lora_b"}
     assert {*parameter_paths(trained.output.state.params)} == names
@@ -48,7 +47,6 @@ def test_the_tables_are_trained_and_saved_with_the_adapters(trained):
     assert np.abs(trained.output.state.params["embed"][:64] - table("model.embed_tokens.weight")).max() > 0.01
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_they_begin_as_those_of_the_base_and_new_tokens_as_the_mean(trained):
     first = trained.initial_state().params
     old = table("model.embed_tokens.weight")
@@ -61,7 +59,6 @@ def test_they_begin_as_those_of_the_base_and_new_tokens_as_the_mean(trained):
     assert_equal(beginning(trained).make().params, first)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_merged_they_are_the_tables_of_the_model(trained, tmp_path):
     export.to_hugging_face(checkpoint(trained), tmp_path / "merged")
     about = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -83,7 +80,6 @@ def test_the_form_of_peft_has_them_as_modules_to_save(trained, tmp_path):
     assert "base_model.model.model.embed_tokens.weight" in written
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_goes_on_bit_for_bit(trained, tmp_path):
     trainer(tmp_path, **{**CHANGES, "max_num_steps": 1, "checkpoint": {"save_steps": 1}}).train()
     again = trainer(tmp_path, **CHANGES)
@@ -91,7 +87,6 @@ def test_a_run_goes_on_bit_for_bit(trained, tmp_path):
     assert_equal(trained.output.state, again.output.state)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_command_that_evaluates_gives_the_numbers_of_the_training(trained, tmp_path):
     made = evaluate.build(arguments(tmp_path, **{**SETTINGS, **CHANGES}))
     [result] = evaluate.evaluate(made, str(checkpoint(trained)))

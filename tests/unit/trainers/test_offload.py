@@ -31,7 +31,6 @@ def assert_near(one, other):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.costs("trains several times")
 def test_a_run_has_the_same_numbers_and_goes_on_bit_for_bit_also_with_the_key_changed(tmp_path, events, texts):
     about = {"mesh": MESH, "optimizer": ON_HOST, "checkpoint": {"save_steps": 4}}
     plain, expected, norms = trained(tmp_path / "plain", events, **{**about, "optimizer": ADAMW})
@@ -95,7 +94,6 @@ def test_devices_that_cannot_use_their_hosts_memory_are_told(tmp_path, monkeypat
         made.configure_functions()
 
 
-@pytest.mark.costs("plans a run twice")
 def test_the_dry_run_tells_what_lies_in_the_memory_of_a_host(tmp_path, texts):
     plain, found = (
         estimate.plan(arguments(tmp_path, **settings(mesh=MESH, optimizer=optimizer)), 8)[1] for optimizer in (ADAMW, ON_HOST)

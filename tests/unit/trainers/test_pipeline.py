@@ -36,7 +36,6 @@ FOUR = {**SIZES, "num_layers": 4}
 TASK = "trainers.tasks.causal_lm:CausalLMTask"
 
 
-@pytest.mark.costs("trains on one device and on a mesh")
 def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2})
 
@@ -47,7 +46,6 @@ SMALL_STEPS = {"name": "sgd", "learning_rate": 0.01, "schedule": {"name": "const
 INTERLEAVED = {"schedule": "interleaved", "repeats": 2}
 
 
-@pytest.mark.costs("trains on one device and on a mesh")
 def test_ten_interleaved_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     mesh = {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2}
     assert_as_on_one_device(tmp_path, events, mesh, model=FOUR, pipeline=INTERLEAVED)
@@ -120,7 +118,6 @@ def test_an_interleaved_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes
     )
 
 
-@pytest.mark.costs("trains and restores")
 @pytest.mark.parametrize("there", [True, False], ids=["to other meshes", "from one of them"])
 def test_a_checkpoint_is_that_of_any_other_mesh_bit_for_bit(tmp_path, events, texts, there):
     about = {"model": FOUR, "accumulation_steps": 1, "max_num_steps": 1, "checkpoint": {"save_steps": 1}}
@@ -155,7 +152,6 @@ def test_each_stage_has_its_layers_alone(tmp_path):
     assert query.shard_shape((4, 16, 16)) == (2, 16, 16)
 
 
-@pytest.mark.costs("trains on a mesh")
 @pytest.mark.parametrize(("asked", "expected"), [(None, 4), (2, 2), (1, 1)])
 def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, events, texts, monkeypatch, asked, expected):
     counts = []
@@ -169,7 +165,6 @@ def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, e
     assert counts[0] == expected
 
 
-@pytest.mark.costs("trains on a mesh")
 def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, monkeypatch):
     held, divided = [], pipeline._divided
 
@@ -183,7 +178,6 @@ def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, mo
     assert {axes[2:] for axes in held} == {("context",)}
 
 
-@pytest.mark.costs("trains on a mesh")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [({}, 4 + 3), ({"schedule": "interleaved"}, 2 * 4 + 3), ({"schedule": "interleaved", "repeats": 4}, 4 * 4 + 3)],
@@ -226,7 +220,6 @@ def gradient_of(remat):
     return str(jax.make_jaxpr(meshes.tracing_for(mesh, jax.grad(loss), pipeline=asked))(params))
 
 
-@pytest.mark.costs("traces the gradient of a model")
 @pytest.mark.parametrize(("remat", "kept"), [("none", True), ("full", False)])
 def test_of_each_turn_the_inputs_of_the_layers_are_kept_and_what_remat_says_and_no_weights(remat, kept):
     program = gradient_of(remat)
@@ -236,7 +229,6 @@ def test_of_each_turn_the_inputs_of_the_layers_are_kept_and_what_remat_says_and_
     assert ("f32[9,2,2,20,24]" in program) == kept
 
 
-@pytest.mark.costs("traces the gradient of a model twice")
 def test_the_layers_are_computed_again_once(monkeypatch):
     """Without the names of the layers' inputs each would be computed a third time, for those of the next ones."""
     dots = gradient_of("full").count("dot_general")

@@ -106,7 +106,6 @@ def test_a_time_limit_counts_from_the_start_of_training_in_full(tmp_path, events
     assert made.training.loop.agreement.requests.limits.deadline_s == LATE_S + 2 * 3600
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_time_limit_counts_what_earlier_processes_have_used(tmp_path, events, monkeypatch):
     """By the checkpoint, or by what the driver tells, whichever is more."""
     now_s = [LATE_S]
@@ -128,7 +127,6 @@ def test_a_time_limit_counts_what_earlier_processes_have_used(tmp_path, events, 
     assert told.training.loop.agreement.requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 1500
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_whose_time_is_used_up_trains_no_further_step(tmp_path, events, monkeypatch):
     now_s = [LATE_S]
     monkeypatch.setattr("trainers.trainer.base_trainer.TimeUsed", partial(TimeUsed, clock=lambda: now_s[0]))
@@ -196,7 +194,6 @@ def test_what_is_saved_of_a_given_state_says_where_that_state_is(tmp_path, event
     assert meta["batch_index"] == 5
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_gradients_are_clipped_to_the_norm_of_the_settings(tmp_path, events):
     clipped = norm_of_the_first_update(tmp_path / "clipped", max_grad_norm=1e-3)
     free = norm_of_the_first_update(tmp_path / "free", max_grad_norm=None)
@@ -204,7 +201,6 @@ def test_gradients_are_clipped_to_the_norm_of_the_settings(tmp_path, events):
     assert free > 10 * clipped
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_optimizer_follows_the_schedule(tmp_path, events):
     warm = {"schedule": {"name": "constant", "warmup_steps": 4}, "max_grad_norm": None}
     flat = {"schedule": {"name": "constant"}, "max_grad_norm": None}
@@ -214,7 +210,6 @@ def test_the_optimizer_follows_the_schedule(tmp_path, events):
     assert ratio == pytest.approx(rate / 0.5, rel=1e-3)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_seed_makes_the_first_parameters(tmp_path, events):
     def first(folder, seed):
         made = trainer(tmp_path / folder, seed=seed, **ONE_STEP)
@@ -260,13 +255,11 @@ def test_a_step_has_the_examples_and_the_micro_batches_of_the_settings(tmp_path,
     assert made.assembly.step_batch_shapes()["tokens"].shape[:2] == (3, 8)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_metrics_come_as_often_as_the_settings_say(tmp_path, events):
     trainer(tmp_path, publish_every_steps=4, max_num_steps=9, checkpoint={"save_at_end": False}).train()
     assert sorted({event["step"] for event in of(events, "metrics") if "loss" in event["metrics"]}) == [4, 8, 9]
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -298,7 +291,6 @@ def test_metrics_must_come_some_time(tmp_path, settings, problem):
         trainer(tmp_path, **settings)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_running_mean_of_the_losses_forgets_as_fast_as_the_settings_say(tmp_path, events):
     made = trainer(tmp_path, anomalies={"spike_decay": 0.5}, max_num_steps=4, checkpoint={"save_at_end": False})
     after = made.train()
@@ -313,7 +305,6 @@ def test_the_last_state_is_saved_if_the_settings_say_so(tmp_path, events, save_a
     assert [event["step"] for event in of(events, "saved")] == ([2, 3] if save_at_end else [2])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_schedule_over_epochs_ends_with_the_data(tmp_path, events):
     """96 examples in batches of 16: two epochs are 12 steps."""
     schedule = {"name": "linear", "final_factor": 0.0, "warmup_ratio": 0.25}

@@ -15,7 +15,6 @@ from trainers.parallel import mesh as meshes
 __all__ = ["texts"]
 
 
-@pytest.mark.costs("trains on one device and on a mesh")
 def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2})
 

@@ -117,7 +117,6 @@ os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.costs("two processes, of which one is killed")
 def test_what_works_something_out_for_a_command_ends_with_it():
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -186,7 +186,6 @@ OPENS = "file = os.open('file', os.O_CREAT | os.O_WRONLY); print('text', flush=T
 HAS_A_CHILD = "print('a line\\n' * 20000, flush=True); return subprocess.call(['bash', '-c', 'echo from the child'])"
 
 
-@pytest.mark.costs("the descriptors of a process, and how Python ends")
 @pytest.mark.parametrize(
     ("body", "redirection", "expected"),
     [

@@ -527,7 +527,6 @@ scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), s
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8)
 
 
-@pytest.mark.costs("compiles a program")
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.dictionaries(st.sampled_from([*TrainingArguments.__dataclass_fields__, *ORCHESTRATOR_SECTIONS, "arguments"]), values)

@@ -53,7 +53,6 @@ def test_who_logs_in_and_with_what_is_masked(text, shows):
     assert masked(masked(text)) == shows
 
 
-@pytest.mark.costs("compiles a program")
 @given(user=PARTS, password=PASSWORDS, text=st.text(max_size=20))
 def test_no_password_of_a_url_is_ever_shown(user, password, text):
     shown_text = masked(f"{text} http://{user}:{SECRET}{password}{SECRET}@host/path")

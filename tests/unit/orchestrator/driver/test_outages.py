@@ -54,7 +54,6 @@ def test_what_hosts_and_the_driver_ask_is_added_up():
     assert progress.requests == {"put": 5, "bytes_out": 100, "get": 1}
 
 
-@pytest.mark.costs("waits for an answer that does not come")
 def test_every_request_that_failed_is_counted_and_none_that_is_answered(stores, monkeypatch):
     stores["gs"].set(monkeypatch)
     store = open_store(stores["gs"].url(), object_store.Limits(0.8, 60.0, 0.01, 0.02))

@@ -170,7 +170,6 @@ def test_incidents_and_failures_are_known_to_the_next_driver_and_written_once_ea
     assert take_up("another").progress.incidents == []
 
 
-@pytest.mark.costs("compiles a program")
 def test_what_is_stored_each_second_does_not_grow_with_the_failures(take_up, tmp_path):
     launch, sizes = take_up(), []
     for number in range(300):

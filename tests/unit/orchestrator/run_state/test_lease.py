@@ -259,7 +259,7 @@ def test_the_renewing_thread_tells_of_a_successor_once(tmp_path, clock, monkeypa
     new.release()
 
 
-@pytest.fixture(params=["folder", "gs", pytest.param("s3", marks=pytest.mark.costs("its server is imported"))])
+@pytest.fixture(params=["folder", "gs", "s3"])
 def anywhere(request, stores, tmp_path, monkeypatch):
     """The folder of a run, on a disk and in a bucket."""
     if request.param == "folder":

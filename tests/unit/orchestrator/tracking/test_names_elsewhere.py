@@ -3,8 +3,6 @@ Prometheus has is among them, or belongs to a moment and not to a step."""
 
 from types import SimpleNamespace
 
-import pytest
-
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.summary import of_the_end
 from orchestrator.tracking import prometheus
@@ -21,7 +19,6 @@ from trainers.recorders.wandb import WeightsAndBiases
 NUMBERS = {name: float(number) for number, name in enumerate(PUBLISHED, 1)}
 
 
-@pytest.mark.costs("imports the writer of TensorBoard's files")
 def test_every_recorder_has_the_same_names(tmp_path):
     board, lines, logged = TensorBoard(about(tmp_path)), JsonLines(about(tmp_path)), {}
     cloud = object.__new__(WeightsAndBiases)  # without its service

@@ -109,7 +109,6 @@ def test_an_error_in_a_callback_never_ends_training_as_a_success(tmp_path, event
     assert [type(had["error"]) for _, had in heard.of("on_exception")] == [KeyboardInterrupt]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_callbacks_may_be_added_later_and_must_be_callbacks(tmp_path):
     made, heard = trainer(tmp_path, max_num_steps=1), Everything()
     made.add_callback(heard)

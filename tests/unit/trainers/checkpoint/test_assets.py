@@ -144,7 +144,6 @@ def test_a_run_has_its_assets_and_so_has_each_of_its_checkpoints(tmp_path, event
         assert found["limit"] == 3
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_restart_keeps_the_same_assets_and_replaces_others(tmp_path, events):
     folder = tmp_path / "run" / "assets"
     trained_with(tmp_path, {"tokenizer": Tokenizer(["a"])})

@@ -72,14 +72,12 @@ def adapted(base, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("adapted"), data=DATA, lora={"rank": 2}, model={"pretrained": str(base)})
 
 
-@pytest.mark.costs("trains with adapters, and merges them")
 def test_the_export_of_adapters_has_the_ends_and_the_context_of_its_base(base, adapted, tmp_path):
     about = exported(adapted, tmp_path / "out")
     assert (about["eos_token_id"], about["max_position_embeddings"]) == ([3, 5], CONTEXT)
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
 
 
-@pytest.mark.costs("compiles and trains")
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_export_of_a_new_model_has_the_ends_of_its_tokenizer(words, tmp_path, alone):
     read = tokenizers.load(str(words))

@@ -16,8 +16,6 @@ from trainers.storage import opening, usage
 from trainers.storage.object_store import Limits
 from trainers.storage.opening import place_of
 
-pytestmark = pytest.mark.costs("a bucket, and Orbax's requests to it")
-
 
 @pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow("as gs://, by another API and a slower server"))])
 def bucket(request, stores, monkeypatch):

@@ -142,7 +142,6 @@ def test_once_another_driver_has_the_run_nothing_is_saved(folder, tmp_path):
     assert checkpointing.names(folder) == ["1", "9.saving-others"]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(folder, tmp_path, monkeypatch):
     manager = checkpointing.manager(folder)
     manager.follow_fence(str(tmp_path / "fence"))
@@ -158,7 +157,6 @@ def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(fo
     assert checkpointing.names(folder) == []
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_fence_that_comes_after_the_commit_is_seen_before_anything_is_deleted(folder, tmp_path, monkeypatch):
     manager = checkpointing.manager(folder, keep=1)
     manager.follow_fence(str(tmp_path / "fence"))

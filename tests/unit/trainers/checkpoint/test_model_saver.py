@@ -32,7 +32,6 @@ def models_in(tmp_path):
     return layout.steps(folder)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("limit", "models"),
     [(None, [3, 6, 9, 12]), (2, [9, 12]), (1, [12])],
@@ -57,7 +56,6 @@ def test_without_checkpoints_the_models_keep_their_limit(tmp_path, events):
     assert models_in(tmp_path) == [10, 12]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_after_a_restart_models_of_the_abandoned_steps_are_made_again(tmp_path, events):
     checkpoint = {"save_steps": 4, "model_every_steps": 3}
     trainer(tmp_path, StopAt(8, "requested"), optimizer=FIXED, checkpoint=checkpoint).train()
@@ -75,7 +73,6 @@ def test_after_a_restart_models_of_the_abandoned_steps_are_made_again(tmp_path, 
     assert models_in(tmp_path) == [3, 6, 9, 12]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_model_of_a_course_that_was_rolled_back_is_replaced(tmp_path, events):
     settings = {"optimizer": FIXED, "anomalies": {"non_finite": "rollback", "skip_before": 2}}
     checkpoint = {"save_steps": 4, "model_every_steps": 5}

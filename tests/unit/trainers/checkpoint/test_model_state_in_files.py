@@ -60,7 +60,6 @@ def test_a_model_alone_has_its_statistics_and_evaluates_as_the_whole_checkpoint_
         assert result.metrics == {name: evaluation(trained)[name] for name in result.metrics}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_model_that_is_kept_of_an_old_checkpoint_has_its_statistics(tmp_path):
     made = trainer(tmp_path, checkpoint={"save_steps": 2, "save_total_limit": 1, **KEPT}, max_num_steps=4)
     made.train()
@@ -99,7 +98,6 @@ def test_init_from_takes_the_statistics_along(trained, tmp_path):
     assert_equal(state.model_state["norm"]["var"], trained.output.state.model_state["norm"]["var"])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_checkpoint_of_a_model_without_them_is_one_of_another_model(trained, tmp_path):
     other = trainer(tmp_path, task="tests.unit.trainers.step.test_model_state:CountingTask", max_num_steps=1)
     other.train()

@@ -72,7 +72,6 @@ def numbers(found, name):
 # ---------------------------------------------------------------- runs and checkpoints
 
 
-@pytest.mark.costs("a bucket, and Orbax's requests to it")
 def test_a_run_stands_for_its_newest_checkpoint_and_its_arrays_are_read_there(bucket, run):
     url, state = run
     found = weights.look(weights.find(url))
@@ -93,7 +92,6 @@ def test_a_step_stands_for_what_was_committed_of_it(bucket, run):
         start_from.found(f"{url}/5")
 
 
-@pytest.mark.costs("a bucket, and Orbax's requests to it")
 def test_a_whole_state_is_loaded(bucket, run):
     url, state = run
     path, _ = start_from.found(url)
@@ -110,7 +108,6 @@ def test_an_outage_lets_no_older_one_win_and_is_not_absence(bucket, run, match, 
     assert not isinstance(error.value, CheckpointMissingError)
 
 
-@pytest.mark.costs("a bucket, and Orbax's requests to it")
 def test_an_outage_while_a_state_is_read_is_no_damage(bucket, run):
     url, state = run
     path, _ = start_from.found(url)
@@ -119,7 +116,6 @@ def test_an_outage_while_a_state_is_read_is_no_damage(bucket, run):
         load_from(str(path), checkpointing.abstract(state))
 
 
-@pytest.mark.costs("a bucket: a run is copied there")
 def test_a_damaged_one_is_named_and_a_run_stands_for_its_newest_whole_one(bucket, run):
     there, url = place_of(run[0]), f"{bucket.url()}/copy"
     for entry in there.list():
@@ -220,7 +216,6 @@ def test_the_files_beside_the_weights_are_copied_and_deleted_at_the_end(bucket, 
         saved_models.files_of(found)
 
 
-@pytest.mark.costs("compiles a small model")
 def test_a_model_in_a_bucket_generates_what_it_does_on_a_disk(bucket, tmp_path, capsys):
     folder, texts = tmp_path / "model", []
     shutil.copytree(LLAMA, folder)
@@ -276,7 +271,6 @@ def test_a_file_is_put_after_its_assets(bucket):
     assert from_safetensors(url)["a"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.costs("a bucket, and Orbax's requests to it")
 def test_a_checkpoint_is_exported_with_the_assets_of_its_run(bucket, run, tmp_path):
     url, state = run
     assets = place_of(url) / "assets"

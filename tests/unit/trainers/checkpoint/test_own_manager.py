@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
@@ -64,7 +63,6 @@ class Remembers(BaseTrainer):
         return InMemory(self.kept)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_is_saved_by_it_and_goes_on_from_it_bit_for_bit(tmp_path, events):
     cls = type("Own", (Remembers,), {"kept": {}})
     whole = trainer(tmp_path / "whole", optimizer=FIXED).train()

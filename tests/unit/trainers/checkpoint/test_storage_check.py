@@ -114,7 +114,6 @@ def test_training_goes_on_while_the_storage_hangs_and_waits_for_it_at_its_end(tm
     assert made.functions.checkpoint_manager.last_saved_step == int(state.step) == 6
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_save_waits_for_the_storage_as_long_as_the_settings_say(tmp_path, events, monkeypatch):
     ask, patience = StorageCheck.ask, []
     monkeypatch.setattr(StorageCheck, "ask", lambda self, question, s: patience.append(s) or ask(self, question, s))

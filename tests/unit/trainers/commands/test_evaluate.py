@@ -74,7 +74,6 @@ def files_below(folder):
     return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(trained, capsys):
     config, folder, published = trained
     before = files_below(folder)
@@ -86,7 +85,6 @@ def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(traine
     assert files_below(folder) == before  # nothing is written
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_several_checkpoints_those_of_the_parameters_alone_and_files(trained, capsys, tmp_path):
     config, folder, published = trained
     file, model = tmp_path / "model.safetensors", folder / "models" / "4"
@@ -110,7 +108,6 @@ def test_the_table_has_a_line_for_each_and_settings_may_be_changed(trained, caps
     assert all(row["loss"] == f"{published[6]['few_loss']:.6g}" for row in named)  # both have one batch now
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_alone_is_measured_with_what_its_checkpoint_has_recorded(trained, capsys, tmp_path):
     _, folder, published = trained
     before = files_below(folder)
@@ -154,7 +151,6 @@ class NoBase:
     pass
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
@@ -188,7 +184,6 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_reported(trained, capsys):
     assert "is not whole" in capsys.readouterr().err
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_without_held_out_data_there_is_nothing_to_evaluate(trained, capsys):
     config, folder, _ = trained
     arguments = [f"data.dataset={HERE}no_held_out", "evaluation={}", "checkpoint={}"]

@@ -131,7 +131,6 @@ def test_a_text_ends_at_a_stop_text_or_a_stop_token(exported, capsys, tmp_path):
     assert (row["text"], row["finish"], row["num_tokens"]) == ("", "stop", 0)
 
 
-@pytest.mark.costs("compiles a model and generates")
 def test_a_chat_goes_by_the_template_of_the_folder(exported, capsys, tmp_path):
     options = [exported, "--max-new-tokens", 5]
     said = rows(capsys, *options, "--chat", "--system", "be brief", "--prompt", "hi")[0]["text"]
@@ -258,7 +257,6 @@ def evaluated(capsys, *given):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.costs("compiles a model and generates")
 def test_a_run_and_a_folder_are_evaluated_on_the_data_of_any_configuration(run, exported, configuration, capsys, tmp_path):
     (of_run,) = evaluated(capsys, run, configuration)
     assert of_run["checkpoint"] == str(run / "checkpoints" / "30")

@@ -134,7 +134,6 @@ def test_a_run_that_began_with_the_folder_answers_as_the_folder_does(model, run,
     assert open_model(str(run)).window == 64
 
 
-@pytest.mark.costs("compiles a model and generates")
 @pytest.mark.parametrize(
     ("text", "num_images", "read"),
     [

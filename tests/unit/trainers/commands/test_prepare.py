@@ -87,7 +87,6 @@ def command(config, output, *more):
     return [sys.executable, "-m", "trainers.prepare", str(config), "--output", str(output), "--workers", "2", *more]
 
 
-@pytest.mark.costs("trains a tokenizer, and builds a trainer")
 def test_a_model_gets_the_tokens_of_a_tokenizer_that_is_trained_for_it(config, tmp_path, capsys, monkeypatch):
     config.write_text(config.read_text().replace("vocab_size: 300", "vocab_size: 270"))
     assert prepare.main([str(config), "--train-bpe", "290", "--workers", "0"]) == 0
@@ -115,7 +114,6 @@ class Decoding(CausalLMTask):
         return "x"
 
 
-@pytest.mark.costs("reads much data")
 def test_a_killed_command_goes_on_with_the_finished_parts(config, tmp_path):
     """SIGKILL, after the first parts: the workers end too, and the second call makes the same bytes as one undisturbed."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -128,7 +128,6 @@ def test_a_killed_command_leaves_nothing_under_its_name_and_the_next_call_works(
     assert [json.loads(line)["number"] for line in output.open()] == list(range(3000))
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -44,7 +44,6 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run, tmp_path):
     status, printed = run("max_num_steps=4", "optimizer.schedule.name=constant")
     assert status == 0

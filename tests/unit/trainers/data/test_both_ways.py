@@ -101,7 +101,6 @@ def assert_equal(one, other):
             np.testing.assert_array_equal(leaf, theirs[name], err_msg=name)
 
 
-@pytest.mark.costs("writes tokens to the disk, for each kind of file in each form")
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("form", FORMS)
 def test_prepared_kept_and_on_the_fly_are_the_same_examples(tmp_path, kind, form, monkeypatch):
@@ -113,7 +112,6 @@ def test_prepared_kept_and_on_the_fly_are_the_same_examples(tmp_path, kind, form
     assert_equal(on_the_fly, leaves(data))
 
 
-@pytest.mark.costs("imports transformers")
 @pytest.mark.parametrize("form", FORMS)
 def test_with_a_tokenizer_too(tmp_path, form):
     folder = chat_folders.write(tmp_path / "model")

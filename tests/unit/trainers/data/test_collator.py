@@ -173,7 +173,6 @@ def trainer_arguments():
     return TrainingArguments(name="x", max_num_steps=1)
 
 
-@pytest.mark.costs("reads much data")
 def test_a_run_tells_no_note_about_its_data(tmp_path, events):
     made(tmp_path, collator=f"{__name__}:to_length").train()
     assert of(events, "note") == []

@@ -76,7 +76,6 @@ def test_overlong_says_what_becomes_of_a_long_document(tmp_path):
     assert "x" * 16 + "\n" in ends
 
 
-@pytest.mark.costs("reads much data")
 def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()

@@ -125,7 +125,6 @@ def test_held_out_rows_have_ids_and_sources_of_their_own():
     assert {int(held_out[index]["source"]) for index in range(len(held_out))} == {0, 1, 2}
 
 
-@pytest.mark.costs("reads much data")
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 5),

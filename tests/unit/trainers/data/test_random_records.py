@@ -131,7 +131,6 @@ def check(tokenizer, name, record):
         np.testing.assert_array_equal(document.token_weight, np.repeat([weight for _, weight in pieces], lengths))
 
 
-@pytest.mark.costs("each record is rendered some ten times, and each must be right")
 @pytest.mark.parametrize("name", WRITTEN)
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)
 @given(record=RECORDS)

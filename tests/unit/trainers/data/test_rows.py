@@ -93,7 +93,6 @@ def ragged(made):
     return Lengths(96, 0), Lengths(21, 0)
 
 
-@pytest.mark.costs("reads much data")
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
 def test_ragged_examples_are_transformed_cut_and_filled_up_in_training_and_evaluation(tmp_path, events, truncation):
     made = arguments(
@@ -124,7 +123,6 @@ def test_a_transform_that_leaves_everything_out_is_an_error():
         Collated(Numbers(96, 8), lambda example: None, {}, "keep_start")[0]
 
 
-@pytest.mark.costs("reads much data")
 def test_examples_of_different_lengths_without_collate_info_say_what_to_do(tmp_path, events):
     made = arguments(tmp_path, data={"sequence_length": 8, "dataset": f"{__name__}:ragged"})
     with pytest.raises(
@@ -236,7 +234,6 @@ def test_loss_and_tokens_of_each_source_are_exact_and_go_on_over_restarts(tmp_pa
     assert made.output.metrics["eval_loss/code"] == pytest.approx(np.mean(range(0, 21, 3)))
 
 
-@pytest.mark.costs("reads much data")
 def test_the_causal_task_tells_the_loss_of_each_row_and_counts_what_has_weight():
     made = from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1, "model": SMALL})
     task = CausalLMTask(made)
@@ -316,7 +313,6 @@ def test_a_stream_that_has_ended_stays_ended(tmp_path, events):
     assert again.output.stop_reason is StopReason.END_OF_DATA
 
 
-@pytest.mark.costs("reads much data")
 def test_an_end_that_is_known_early_waits_for_the_last_batch_whatever_is_saved(tmp_path, events):
     states = [stream_trainer(tmp_path / str(n), num_examples=160, checkpoint={"save_steps": n}).train() for n in (1, 3, 100)]
     assert [int(state.batch_index) for state in states] == [10, 10, 10]

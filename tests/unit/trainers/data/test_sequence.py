@@ -148,7 +148,6 @@ def test_the_plan_refuses_it_before_a_machine_is_taken(tmp_path):
     assert any("the training data (list) has no examples" in problem for problem in plan(made, 1)[0])
 
 
-@pytest.mark.costs("reads much data")
 def test_shuffling_ten_million_examples_needs_no_list_of_them():
     """In a process of its own, whose memory nothing else has grown."""
     code = """if True:

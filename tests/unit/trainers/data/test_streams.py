@@ -300,7 +300,6 @@ def test_a_stream_goes_on_in_the_pass_that_its_state_is_of(position):
 # ---------------------------------------------------------------------- what a checkpoint has of it
 
 
-@pytest.mark.costs("reads much data")
 def test_the_state_is_not_used_for_batches_of_another_size(tmp_path, events):
     made_of(tmp_path, Held, max_num_steps=6)[1].train()
     events.clear()

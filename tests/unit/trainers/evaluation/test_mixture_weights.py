@@ -11,7 +11,6 @@ from trainers.trainer.beginnings import beginning
 MODEL = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
 
 
-@pytest.mark.costs("compiles an evaluation")
 def test_the_loss_of_an_evaluation_is_the_mean_of_the_sources_by_their_weights(tmp_path):
     (tmp_path / "large.jsonl").write_text('{"text": "all work and no play"}\n' * 400)
     (tmp_path / "small.jsonl").write_text('{"text": "\u00e4\u00f6\u00fc 0123456789 \u00e4\u00f6\u00fc"}\n' * 80)

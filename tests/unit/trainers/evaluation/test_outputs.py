@@ -44,7 +44,6 @@ def test_each_example_counts_once_on_any_devices(tmp_path, events, mesh):
     assert made.evaluate(state)["examples"] == 21  # each evaluation begins with nothing
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_eval_ends_with_them_too(tmp_path, events):
     class Kept(BaseTrainer):
         def on_evaluation_end(self, state, metrics):

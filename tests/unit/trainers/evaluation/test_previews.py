@@ -112,7 +112,6 @@ def test_positions_count_from_the_beginning_of_each_prompt():
     assert tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_parameters_stay_where_they_are_and_the_cache_is_shared_out():
     task, mesh = task_of(), meshes.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     parts, params = parameters(task, mesh)
@@ -126,7 +125,6 @@ def test_parameters_stay_where_they_are_and_the_cache_is_shared_out():
     assert "f32[2,4,28,2,8]" not in text
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_past_the_window_the_oldest_tokens_are_forgotten():
     task, mesh = task_of(window=6, num_layers=1), meshes.make_mesh(MeshConfig(data=8))
     parts, params = parameters(task, mesh)

@@ -107,7 +107,6 @@ def without_held_out_data(tmp_path, cls=BaseTrainer, **changes):
     return cls(made, numbers(made)[0], None)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_without_held_out_data_an_evaluation_is_an_error_that_says_what_to_set(tmp_path, events):
     made = without_held_out_data(tmp_path)
     state = made.train()
@@ -122,7 +121,6 @@ class FromElsewhere(BaseTrainer):
         return {"loss": 1.0}
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "num_notes"), [(BaseTrainer, 1), (FromElsewhere, 0)])
 def test_evaluations_that_have_no_data_are_reported_once(tmp_path, events, cls, num_notes):
     without_held_out_data(tmp_path, cls, evaluation={"every_steps": 1}).train()
@@ -162,7 +160,6 @@ class PassesOn(ByHand):
             yield {"loss": metrics["loss"], "batches": 1.0}
 
 
-@pytest.mark.costs("trains")
 @pytest.mark.parametrize(
     ("cls", "expected"),
     [(OwnEvaluate, {"loss": 2.0}), (OwnEval, {"loss": 1.5, "steps": 2.0}), (PassesOn, {"batches": 1.0})],

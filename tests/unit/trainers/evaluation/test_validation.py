@@ -63,7 +63,6 @@ def told_of(events):
 # ---------------------------------------------------------------------- what is measured
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_each_unit_has_its_own_data_and_its_own_loss(tmp_path, events):
     units = {"eval": {}, "short": {"dataset": HERE + "short"}, "errors": {"task": HERE + "Errors", "max_batches": 1}}
     made = trainer(tmp_path, max_num_steps=2, evaluation={"units": units})
@@ -227,7 +226,6 @@ def kept(tmp_path, folder="checkpoints"):
     return layout.steps(path)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_keep_last_and_keep_best_work_together(tmp_path, events):
     made = scored(tmp_path, checkpoint={"save_total_limit": 2, "keep_best": 2, "keep_every_steps": 6})
     made.train()
@@ -235,7 +233,6 @@ def test_keep_last_and_keep_best_work_together(tmp_path, events):
     assert (made.output.metrics["best_score"], made.output.metrics["best_score_step"]) == (1.0, 4)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_best_score_is_remembered_when_its_checkpoint_was_deleted(tmp_path, events):
     first = scored(tmp_path, max_num_steps=6, patience=5)
     first.train()
@@ -254,7 +251,6 @@ def test_of_the_best_the_parameters_alone_may_be_kept(tmp_path, events):
     assert kept(tmp_path, "models") == [4]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_patience_ends_a_run_for_good(tmp_path, events):
     made = scored(tmp_path, patience=2)
     state = made.train()

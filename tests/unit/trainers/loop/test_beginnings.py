@@ -37,7 +37,6 @@ def ordered(events, **orders):
     runtime.install(runtime.Runtime(events.append, **orders))
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -58,7 +57,6 @@ def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_p
     ]
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_a_rollback_to_the_beginning_finds_what_was_given(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -83,7 +81,6 @@ class Warm(BaseTrainer):
         return dataclasses.replace(state, params=jax.tree.map(lambda leaf: 0.5 * leaf, state.params))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_rollback_to_the_beginning_finds_what_the_hook_made_of_it(tmp_path, events):
     rolled = trainer(tmp_path / "rolled", Poison(3), cls=Warm, **ROLLBACK).train()
     assert [event["restored_step"] for event in of(events, "anomaly")] == [0]
@@ -138,7 +135,6 @@ class WholeState(BaseTrainer):
         return made._replace(state=dataclasses.replace(self.initial_state(), params=parameters(1)))
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("cls", [OwnState, WholeState])
 def test_the_arrays_of_configure_model_are_the_beginning_also_of_a_second_training(tmp_path, events, cls):
     expected = trainer(tmp_path / "given", **NO_SAVES | {"max_num_steps": 2}).train(model_parameters=parameters(1))

@@ -52,7 +52,6 @@ def saved_and_finite(folder):
     return steps
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("optimizer", ["nan_parameters", "infinite_moments"])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_out(tmp_path, events, optimizer, policy):
@@ -69,7 +68,6 @@ def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_ou
     assert saved_and_finite(tmp_path / "run" / "checkpoints") == [7, 8]
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("save_at", [8, None])
 def test_what_the_step_does_not_tell_is_found_before_the_save_and_looked_for(tmp_path, events, save_at):
     """Moments, which the step does not look at."""
@@ -82,7 +80,6 @@ def test_what_the_step_does_not_tell_is_found_before_the_save_and_looked_for(tmp
     assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 10
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -109,7 +106,6 @@ class Breaks(BaseTrainer):
         return state, metrics
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("save_steps", [1, 4])
 def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path, events, save_steps):
     made = trainer(tmp_path, cls=Breaks, checkpoint={"save_steps": save_steps})
@@ -121,7 +117,6 @@ def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path,
     assert len(of(events, "saving")) == len(of(events, "saved")) + len(of(events, "save_failed"))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_infinities_from_the_beginning_stay(tmp_path, events):
     first = trainer(tmp_path / "first", max_num_steps=1).train()
     params = {name: np.array(leaf) for name, leaf in first.params.items()}
@@ -139,7 +134,6 @@ def plain(config, schedule):
     return optax.sgd(0.01)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_parameters_that_were_given_cannot_be_had_again(tmp_path, events):
     params = trainer(tmp_path / "first", max_num_steps=1).train().params
     made = trainer(tmp_path, **settings("nan_parameters", checkpoint={}))

@@ -70,7 +70,6 @@ def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats
     assert seen == epochs
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, events):
     seen = []
     first = three_epochs(tmp_path, seen)
@@ -87,7 +86,6 @@ def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, event
     assert seen == [(what, epoch) for epoch in range(4) for what in ("begin", "end")]
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("limits", [{"max_num_steps": 8}, {"max_num_steps": 8, "max_num_data_epochs": 3}])
 def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, undisturbed, limits):
     """Others ask whether to stop only where nothing limits the steps."""

@@ -78,7 +78,6 @@ def test_the_teacher_is_no_part_of_the_checkpoint_and_named_there(tmp_path, even
         assert not leaf.is_deleted()
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("what", ["checkpoints/4", "4.safetensors"])
 def test_a_checkpoint_and_a_file_give_the_same_weights(tmp_path, events, teacher, what):
     made = distilled(tmp_path, {"path": str(teacher / what), "dtype": "bfloat16"}, max_num_steps=1)
@@ -88,7 +87,6 @@ def test_a_checkpoint_and_a_file_give_the_same_weights(tmp_path, events, teacher
     assert_equal(made.frozen["teacher"], jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), expected))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_goes_on_with_the_same_teacher_though_there_is_a_newer_one(tmp_path, events, teacher):
     moving = shutil.copytree(teacher, tmp_path / "moving")
     shutil.move(moving / "checkpoints" / "8", tmp_path / "8")

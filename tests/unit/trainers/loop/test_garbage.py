@@ -35,7 +35,6 @@ def test_garbage_is_collected_at_the_steps_of_the_settings_and_at_no_others(tmp_
     assert gc.isenabled()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_without_the_setting_python_decides(tmp_path, collected):
     watch = Watch()
     trainer(tmp_path, watch, max_num_steps=4).train()

@@ -65,7 +65,6 @@ BATCH = 20
 """Of 96 examples an epoch: batches 4 and 9 straddle two."""
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_each_hook_is_called_when_it_should_be(tmp_path):
     made = trainer(tmp_path, cls=Spy, global_batch_size=BATCH, max_num_steps=6, evaluation={"every_steps": 4})
     made.train()
@@ -86,7 +85,6 @@ def test_each_hook_is_called_when_it_should_be(tmp_path):
     ]
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("cut", [5, 7])
 def test_a_run_that_goes_on_begins_and_ends_each_epoch_once(tmp_path, cut):
     changes = {"cls": Spy, "global_batch_size": BATCH, "optimizer": FIXED, "evaluation": {"max_batches": 1}}
@@ -154,7 +152,6 @@ CALLS = {
 }
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("hook", CALLS)
 def test_a_state_that_a_hook_returns_is_used_and_checkpointed(tmp_path, hook):
     made = trainer(
@@ -187,7 +184,6 @@ class Swapping(BaseTrainer):
         return self.kept, {**metrics, "loss": metrics["loss"] + 1, "mine": 5.0}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_evaluation_may_look_at_another_state_and_its_metrics_are_what_the_hook_returns(tmp_path, events):
     changes = {"optimizer": FIXED, "evaluation": {"every_steps": 4}}
     made = trainer(tmp_path, cls=Swapping, **changes)
@@ -278,7 +274,6 @@ class Traced(BaseTrainer):
         return loss._replace(loss_sum=3 * loss.loss_sum, parts=parts)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_preforward_and_postforward_are_around_the_loss(tmp_path):
     """One example in two, three times its loss: the same as the plain trainer with a third of the rate on those alone."""
     seen, plain_seen = Seen(), Seen()
@@ -305,7 +300,6 @@ class MicroStep(BaseTrainer):
         return loss, jax.tree.map(lambda leaf: leaf * 0.5, gradients)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_micro_step_hook_sees_the_gradients_of_each_micro_batch(tmp_path):
     changes = {"optimizer": SGD, "max_num_steps": 3, "accumulation_steps": 2}
     halved_state = trainer(tmp_path, cls=MicroStep, **changes).train()
@@ -345,7 +339,6 @@ def raising(name, error):
     return type("Raising", (BaseTrainer,), {name: hook})
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -365,7 +358,6 @@ def test_an_error_in_a_hook_never_ends_training_as_a_success(tmp_path, name, err
     assert (told.errors, told.ended, made.output) == ([error], 0, None)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_after_an_error_in_a_hook_a_run_goes_on_from_its_checkpoint(tmp_path):
     class Once(BaseTrainer):
         def on_step_end(self, state, metrics, step):

@@ -58,7 +58,6 @@ def begun(tmp_path, **settings):
     return made
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("what", ["", "checkpoints/8", "saved", "model.safetensors"])
 def test_parameters_come_from_a_run_a_checkpoint_or_a_file(tmp_path, events, source, what):
     run, params = source
@@ -87,7 +86,6 @@ def test_parameters_come_from_a_checkpoint_of_the_parameters_alone(tmp_path, eve
     assert_equal(old, begun(tmp_path / "c", init_from=str(tmp_path / "only")).first)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("what", ["checkpoints/8", "model.safetensors"])
 def test_parameters_are_cast_to_the_type_of_the_model(tmp_path, events, source, what):
     run, params = source
@@ -115,7 +113,6 @@ def half_task():
 Half = half_task()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_some_parameters_are_loaded_and_the_others_begin_anew(tmp_path, events, source):
     run, params = source
     fresh = begun(tmp_path / "fresh").first
@@ -125,7 +122,6 @@ def test_some_parameters_are_loaded_and_the_others_begin_anew(tmp_path, events, 
     assert note.endswith("; as in a new run: out")
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("what", ["", "model.safetensors"])
 def test_parameters_are_renamed(tmp_path, events, source, what):
     run, params = source
@@ -164,7 +160,6 @@ def test_without_strict_what_only_one_side_has_is_no_error(tmp_path, events, sou
 # ---------------------------------------------------------------------- the course of a run
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_goes_on_from_its_own_checkpoint_and_keeps_what_it_began_with(tmp_path, events, source):
     settings = {"optimizer": FIXED, "init_from": str(source[0])}
     whole = trainer(tmp_path / "whole", **settings).train()
@@ -190,7 +185,6 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_keeps_what_it_began_with(tmp_
     assert of(events, "note")[0]["message"].startswith("init_from was not used: the run goes on from its checkpoint of step 12")
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_before_its_first_checkpoint_a_run_begins_with_the_same_again(tmp_path, events, source):
     """Also if the other run has a newer checkpoint by now; and not if that is gone, or another."""
     other = tmp_path / "other"

@@ -72,7 +72,6 @@ def test_a_rollback_prepares_the_same_batches_again(tmp_path, events):
     assert_equal(state, skipping.train())
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_anomaly_of_a_prepared_batch_is_an_error(tmp_path):
     with pytest.raises(NonFiniteLossError):
         trainer(tmp_path, cls=NanAt7, anomalies={"non_finite": "raise"}, **STUDENT).train()
@@ -94,7 +93,6 @@ class OnTheHostWithShapes(OnTheHost):
         return {**shapes, "teacher_logits": jax.ShapeDtypeStruct((*rows, length, 256), np.float32)}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_hook_that_reads_values_tells_its_shapes(tmp_path, events):
     with pytest.raises(UsageError, match=r"prepare_batch cannot be traced .*Tracer.* override prepared_shapes, too"):
         trainer(tmp_path, cls=OnTheHost, **STUDENT).train()
@@ -153,7 +151,6 @@ class Measures(BaseTrainer):
         return batch, {**metrics, "odd": batch["sample_id"] % 2, "host": np.ones(np.shape(batch["weight"]))}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_metrics_beside_the_batch_are_means_over_the_rows(tmp_path, events):
     trainer(tmp_path, cls=Measures, max_num_steps=2, global_batch_size=20, accumulation_steps=2).train()
     published = [event["metrics"] for event in of(events, "metrics")]

@@ -133,7 +133,6 @@ def test_why_the_last_save_failed_is_said_at_the_end(saver, slept):
         saver.finish("state")
 
 
-@pytest.mark.costs("compiles a step")
 def test_whether_a_state_can_be_saved_is_tried_before_the_first_step_of_a_new_run(tmp_path, events, monkeypatch):
     trainer(tmp_path / "before", max_num_steps=4).train()
     monkeypatch.setattr(trial, "problem", lambda abstract: ".params['embed']: nobody can write this")

@@ -105,7 +105,6 @@ def same(result, expected):
     return {name: result[name] for name in names} == {name: expected[name] for name in names}
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_nan_is_left_out_bit_for_bit_as_on_order(tmp_path, left_out, policy):
     state, result = left_out(6)
@@ -123,7 +122,6 @@ def test_a_nan_is_left_out_bit_for_bit_as_on_order(tmp_path, left_out, policy):
     assert anomaly["expected"] == pytest.approx(5.5, abs=0.3)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_rollback_leaves_out_the_batches_before_the_bad_one_too(tmp_path, left_out):
     state, result = left_out(4, 5, 6)
     told = ordered()
@@ -141,7 +139,6 @@ def test_a_rollback_leaves_out_the_batches_before_the_bad_one_too(tmp_path, left
     assert len(of(told, "first_step")) == 1
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_checkpoints_of_the_trajectory_left_are_made_anew(tmp_path, left_out):
     """The rollback goes behind checkpoint 4, to the beginning; a later process must not go on from what 4 was."""
     state, result = left_out(3, 4, 5, 6)
@@ -158,7 +155,6 @@ def test_checkpoints_of_the_trajectory_left_are_made_anew(tmp_path, left_out):
     assert of(told, "restored")[0] | {"t": 0} == {"t": 0, "ev": "restored", "step": 7, "skipped": []}
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("skip_before", "restored"), [(2, 4), (3, None)])
 def test_a_process_that_dies_after_a_rollback_loses_none_of_it(tmp_path, left_out, skip_before, restored):
     """Before the next checkpoint: the file alone knows what to leave out."""
@@ -195,7 +191,6 @@ def test_a_loss_spike_is_left_out_and_the_statistics_ignore_it(tmp_path, left_ou
     assert int(state.loss_stats["count"]) == int(state.step) == 29
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_what_was_skipped_is_counted_and_enters_no_mean(tmp_path, events):
     made = trainer(tmp_path, Poison(5, 6), **CLEAN | {"publish_every_steps": 4})
     made.train()
@@ -208,7 +203,6 @@ def test_what_was_skipped_is_counted_and_enters_no_mean(tmp_path, events):
     assert made.output.metrics["train_loss"] == other.output.metrics["train_loss"]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_interval_of_which_nothing_was_trained_on_has_no_loss(tmp_path, events):
     trainer(tmp_path, Poison(5), **CLEAN).train()
     assert sorted(losses(events)) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
@@ -241,7 +235,6 @@ def test_a_run_may_fail_of_it(tmp_path, events, callback, anomalies, error, mess
 # ---------------------------------------------------------------------- orders
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path, events):
     whole = trainer(tmp_path / "whole", **CLEAN)
     state = whole.train()

@@ -155,7 +155,6 @@ class Looks(Callback):
         return super().__getattribute__(name)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_with_everything_on_nothing_more_is_waited_for_between_publishes(tmp_path):
     """Callbacks at every event, distributions, a profile on schedule and one on demand."""
     config = ProfileConfig(skip_steps=3, record_steps=2)

@@ -65,7 +65,6 @@ def expected(batches, skipped=(), so_far=()):
     }
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_every_kind_over_micro_batches_steps_and_skipped_batches(tmp_path, events, accumulation_steps):
     runtime.install(runtime.Runtime(runtime.current().send, skip_batches=(4,)))
@@ -76,7 +75,6 @@ def test_every_kind_over_micro_batches_steps_and_skipped_batches(tmp_path, event
     assert counted == {3: 0, 6: 1, 9: 0, 12: 0}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_totals_go_on_over_restarts_and_intervals_begin_anew(tmp_path, events):
     whole = kinds_trainer(tmp_path / "whole").train()
     events.clear()
@@ -87,7 +85,6 @@ def test_totals_go_on_over_restarts_and_intervals_begin_anew(tmp_path, events):
     np.testing.assert_array_equal(resumed.sums["total_id"], whole.sums["total_id"])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_number_of_devices_does_not_matter(tmp_path, events):
     kinds_trainer(tmp_path, cls=OneDevice, max_num_steps=3).train()
     assert published(events) == {3: expected(range(3))}

@@ -171,7 +171,6 @@ def test_the_tables_have_each_metric_once_with_its_unit():
     assert len(ROWS) == len(units)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("step", INTERVALS)
 @pytest.mark.parametrize("name", BY_A_RUN)
 def test_a_run_publishes_what_the_text_says(run, name, step):
@@ -281,7 +280,6 @@ def test_the_time_of_a_step_is_that_between_completions_however_early_it_began()
     assert [metrics["step_time_s"] for _, metrics, *_ in told] == [10.0, 10.0, 8.0, 8.0]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_scale_is_what_the_loss_is_multiplied_by_and_of_float16_only(tmp_path, events, run):
     half = "tests.unit.trainers.step.test_loss_scale:Half"
     trainer(tmp_path, task=half, dtype="float16", loss_scale={"initial": 64.0}, max_num_steps=1).train()

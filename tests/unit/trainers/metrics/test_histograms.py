@@ -27,7 +27,6 @@ def test_a_row_is_numpys_histogram_mean_and_deviation():
     assert found["gradients/w"].mean == pytest.approx(-shape.mean, rel=1e-5)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("way", [histograms._scattered, histograms._counted_by_edge])
 def test_both_ways_of_counting_are_numpys(way):
     values = jax.random.normal(jax.random.key(1), (30, 40))
@@ -76,7 +75,6 @@ def test_they_are_due_only_when_something_is_published(tmp_path):
         arguments(tmp_path, distributions={"pattern": "("})
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_recorders_get_them(tmp_path, events):
     from trainers.recorders.jsonl import read
     from trainers.recorders.recorder import About

@@ -36,7 +36,6 @@ def test_rates_are_of_real_tokens_and_samples(tmp_path, events):
         assert metrics["epoch"] == pytest.approx(12 * step / 96)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_totals_and_the_mean_loss_go_on_over_restarts(tmp_path, events):
     trainer(tmp_path / "whole", optimizer=FIXED).train()
     whole = published(events)
@@ -51,7 +50,6 @@ def test_totals_and_the_mean_loss_go_on_over_restarts(tmp_path, events):
     assert whole[2]["mean_loss"] == pytest.approx((whole[1]["loss"] + whole[2]["loss"]) / 2)  # of the first, the plain mean
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_norms_of_parameters_are_parts_of_the_norm_of_all(tmp_path, events):
     trainer(tmp_path, max_num_steps=2, metrics={"per_parameter_grad_norm": True}).train()
     metrics = published(events)[2]
@@ -69,7 +67,6 @@ class Classes(TableTask):
     tokens_per_example = 1
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_only_a_loss_of_tokens_has_a_perplexity(tmp_path, events):
     settings = {"max_num_steps": 2, "evaluation": {"max_batches": 1}}
     trainer(tmp_path / "tokens", **settings).train()
@@ -119,7 +116,6 @@ def test_a_count_is_exact_where_float32_is_not(total):
     assert float(scalars(layout, new)["total_tokens"]) == total
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_mfu_is_absent_where_the_peak_is_not_known(tmp_path, events):
     trainer(tmp_path, max_num_steps=1).train()
     assert "mfu" not in published(events)[1]

@@ -100,13 +100,11 @@ def test_the_parameters_of_functions_have_the_names_of_their_places():
     }
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_one_array_is_a_pytree_too(tmp_path):
     state = trainer(tmp_path, task=HERE + "PlainTask", max_num_steps=1).train()
     assert {name: below.keys() for name, below in state.params.items()} == {"weights": {"value"}}
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_in_an_evaluation_a_linen_module_changes_nothing_and_drops_nothing_out():
     parts, _, _ = abstract_model(LinenTask(None), 0)
     model = parts.merge(*initial_model(LinenTask(None), 0))

@@ -77,7 +77,6 @@ def over_devices(exchange, sizes, *, segments, window, softcap, time=TIME, chose
     return jax.jit(meshes.tracing_for(mesh, partial(with_gradients, attention)))
 
 
-@pytest.mark.costs("compiles forward and backward passes on a mesh")
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_devices_that_share_a_sequence_compute_the_attention_of_it(exchange):
     settings = {"segments": SEGMENTS, "window": WINDOW, "softcap": SOFTCAP}
@@ -123,7 +122,6 @@ def parts_of_keys(score, cuts, settings):
     return [whole.mixed_BTKGC.reshape(query.shape), of_query.reshape(query.shape), of_key, of_value]
 
 
-@pytest.mark.costs("compiles forward and backward passes in several forms")
 @pytest.mark.parametrize("cuts", [[(0, 48)], [(0, 17), (17, 48)], [(30, 48), (0, 30)]])
 def test_blocks_and_parts_of_the_keys_are_joined(cuts):
     """Blocks that divide neither queries nor keys, and others that see nothing."""
@@ -136,7 +134,6 @@ def test_blocks_and_parts_of_the_keys_are_joined(cuts):
     assert_same(jax.jit(lambda: parts_of_keys(score, cuts, settings))(), expected)
 
 
-@pytest.mark.costs("compiles forward and backward passes")
 def test_a_token_that_sees_nothing_gets_nothing():
     query, key, value = inputs(time=4)
     grouped = query.reshape(2, 4, KV_HEADS, -1, CHANNELS)
@@ -148,7 +145,6 @@ def test_a_token_that_sees_nothing_gets_nothing():
     assert not any(leaf.any() for leaf in gradients)
 
 
-@pytest.mark.costs("traces a backward pass through a loop over layers, on a mesh")
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_nothing_is_kept_of_all_pairs_of_blocks(exchange, recomputed, monkeypatch):

@@ -144,7 +144,6 @@ def test_the_program_has_the_layers_one_by_one_or_as_a_loop(num_layers, loops):
     assert program.count("stablehlo.while") == loops
 
 
-@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
     out = np.asarray(logits(build(ModelConfig(width=64, num_layers=num_layers)), TOKENS))
@@ -153,7 +152,6 @@ def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
     assert out.std() < 0.3
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_computation_and_parameters_have_the_types_asked_for():
     model = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights(model))} == {jnp.dtype(jnp.bfloat16)}
@@ -193,7 +191,6 @@ def test_a_setting_without_parameters_changes_the_logits(family, setting, value)
     assert np.abs(logits(usual, TOKENS) - logits(other, TOKENS)).max() > 1e-3
 
 
-@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize(("setting", "names"), [("attention_bias", "query key value out"), ("mlp_bias", "gate up down")])
 def test_a_setting_of_biases_adds_them(setting, names):
     found = set(weights(build(dataclasses.replace(CONFIG, **{setting: True})))["layers"])
@@ -232,7 +229,6 @@ def test_the_heads_may_have_other_channels_than_the_width_gives():
     assert shapes == {"query": (3, 32, 24), "key": (3, 32, 12), "out": (3, 24, 32)}
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_settings_say():
     gpt2 = dataclasses.replace(CONFIG, family="gpt2", num_positions=12, num_kv_heads=CONFIG.num_heads)
     found = weights(build(gpt2))
@@ -244,7 +240,6 @@ def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_setting
     }
 
 
-@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
     own = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}

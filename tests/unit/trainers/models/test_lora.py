@@ -93,7 +93,6 @@ def test_dropout_is_that_of_the_adapters_inputs_and_differs_by_name_and_key():
     np.testing.assert_array_equal(query, outputs(jax.random.key(1))[0])
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_dropout_is_off_in_evaluations_and_each_layer_has_its_own():
     model = adapted(LoraConfig(rank=2, dropout=0.5))
     assert lora.noise(in_mode(model, training=False).layers) == {}
@@ -116,7 +115,6 @@ class Perceptron(nnx.Module):
         return self.second(jax.nn.relu(self.first(x)))
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_a_linear_layer_of_ones_own_model_is_adapted():
     config, x = LoraConfig(rank=2, alpha=4.0, targets=(r"first\.kernel",)), jnp.ones((5, 6))
     plain = Perceptron(nnx.Rngs(0))
@@ -138,7 +136,6 @@ def test_a_linear_layer_of_ones_own_model_is_adapted():
     assert model.tied is model.second.bias
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_dropout_of_a_linear_layer_follows_the_mode():
     model = filled(lora.adapt(Perceptron(nnx.Rngs(0)), LoraConfig(rank=2, dropout=0.5), key_of))
     x = jnp.ones((5, 6))

@@ -49,7 +49,6 @@ def test_an_image_is_seen_by_its_own_tokens_in_both_directions_and_by_later_ones
     assert changed_places(before, hidden_of(model, TOKENS, second)) == list(range(7, 12))
 
 
-@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("window", [None, 2])
 def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite_of_a_window(window):
     config = dataclasses.replace(MODEL, num_layers=1, window=window)
@@ -70,7 +69,6 @@ def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite
     assert seen_by(1) == ([1, 2, 3, 4, 5, 6, 7] if window is None else [1, 2])
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_a_text_token_is_seen_by_later_ones_alone():
     model, changed = model_of(), TOKENS.copy()
     changed[0, 6] = 9
@@ -86,7 +84,6 @@ def test_the_patches_of_a_square_are_averaged():
     )
 
 
-@pytest.mark.costs("compiles a model in several forms")
 def test_a_kernel_that_knows_no_images_is_refused():
     model = model_of(dataclasses.replace(MODEL, attention="blockwise"))
     with pytest.raises(ValueError, match=r"model.attention = 'blockwise': only xla knows tokens of an image"):

@@ -213,7 +213,6 @@ def test_the_averages_are_found_in_a_state_from_files_where_everything_is_dicts_
     np.testing.assert_array_equal(parameters_to_evaluate(plain, params)["up"], averages["up"])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_what_is_evaluated_is_the_average_in_a_whole_run_with_groups(tmp_path):
     groups = [{"pattern": "embed", "frozen": True}, {"pattern": "out", "learning_rate": 0.05}]
     settings = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}

@@ -81,7 +81,6 @@ def test_every_optimizer_takes_groups_and_frozen_parameters(name):
 # ---------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp_path, events):
     free = trainer(tmp_path / "free", optimizer=ADAMW, checkpoint={"save_at_end": False}, max_num_steps=1)
     free.train()
@@ -98,7 +97,6 @@ def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp
     assert 0 < of(events, "metrics")[0]["metrics"]["grad_norm"] < norm
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_frozen_parameters_resume_bit_for_bit_and_count_micro_batches(tmp_path, events):
     settings = {"optimizer": {**FROZEN_EMBED, "max_grad_norm": 0.01}, "accumulation_steps": 2}
     whole = trainer(tmp_path / "whole", **settings).train()
@@ -116,7 +114,6 @@ class Frozen(BaseTrainer):
         return (ParameterGroup(pattern="out", learning_rate=2 * RATE),)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_subclass_freezes_and_groups(tmp_path, events):
     by_config = {**ADAMW, "groups": [*FROZEN_EMBED["groups"], {"pattern": "out", "learning_rate": 2 * RATE}]}
     a = trainer(tmp_path / "a", cls=Frozen, optimizer=ADAMW).train()
@@ -206,7 +203,6 @@ def test_a_dict_that_is_no_group_is_an_error(tmp_path, group, error):
         _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).assembly.design.groups
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_rates_of_groups_are_published_as_they_are_applied(tmp_path, events):
     groups = [{"pattern": "^embed$|nothing", "learning_rate": 0.2}, {"pattern": "out", "weight_decay": 0.0}]
     schedule = {"name": "cosine", "decay_steps": 12, "warmup_steps": 3}

@@ -139,7 +139,6 @@ def test_a_pruner_of_ones_own_prunes_and_a_resume_goes_on_bit_for_bit(tmp_path, 
     assert_equal(hooked.params, whole.params)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_restart_in_one_launch_prunes_by_kept_executables(tmp_path, events, monkeypatch):
     """Nothing is traced again there, so the pruner's Python code is called for the shapes alone."""
     calls = []
@@ -164,7 +163,6 @@ def test_a_restart_in_one_launch_prunes_by_kept_executables(tmp_path, events, mo
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_loss_of_training_sees_what_pre_forward_returns(tmp_path, events):
     """And the update is added to the parameters themselves; without masks here."""
 

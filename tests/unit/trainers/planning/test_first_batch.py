@@ -204,7 +204,6 @@ def test_a_column_that_the_loss_misses_is_named_with_the_line_and_with_the_colum
     assert "it has no column 'label'; give the examples of data.dataset one" in problem
 
 
-@pytest.mark.costs("starts a process that builds the model")
 def test_one_type_for_all_batches_of_a_run_not_only_for_those_of_one(tmp_path, events):
     """The rows of one batch agree; those of the next are of another type."""
     examples, _ = rows(None)
@@ -257,7 +256,6 @@ def test_of_a_loss_that_is_another_each_time_nothing_is_said(changes):
     assert "the loss of the same examples is another each time" in facts["padding"]
 
 
-@pytest.mark.costs("starts a process that builds the model")
 def test_the_projects_own_task_passes_the_trial_that_it_is_spared(monkeypatch):
     model = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
     data = {"paths": [__file__], "sequence_length": 8, "eval_fraction": 0.0}

@@ -57,7 +57,6 @@ def test_a_divided_state_is_reported_with_its_memory_and_its_exchanges():
     assert all(each.bytes <= each.times * 3 * largest for each in divided[1]["exchanged"] if "layers/mlp" in each.scope)
 
 
-@pytest.mark.costs("compiles a step several times")
 def test_the_policy_is_the_first_that_has_room():
     model = dataclasses.replace(MODEL, num_layers=2, remat="auto")
     needs = dict(program.compiled(arguments(model=model), jax.devices()[:1], 1)[1]["remat"])
@@ -72,7 +71,6 @@ def test_the_policy_is_the_first_that_has_room():
     assert program.compiled(arguments(model=model), jax.devices()[:1])[1]["remat"] == [("none", needs["none"])]
 
 
-@pytest.mark.costs("compiles a step twice")
 def test_of_gpus_the_memory_of_the_host_is_counted_apart():
     made = arguments(optimizer=OptimizerConfig(offload="host"))
     one, other = (program.compiled(made, jax.devices()[:1], kind=kind)[1]["memory"] for kind in ("cpu", "gpu"))
@@ -190,7 +188,6 @@ def test_stages_exchange_the_activations_of_a_micro_batch_in_each_turn():
     assert facts["exchanged_over"].keys() == {"pipeline"}
 
 
-@pytest.mark.costs("starts a process that builds the model")
 def test_the_data_need_not_be_there():
     facts = program.compiled(arguments(), jax.devices()[:2])[1]
     assert "'nowhere' does not exist" in facts["stand_in"]
@@ -333,7 +330,6 @@ def test_a_compiler_that_takes_a_chip_for_other_devices_than_jax_does_is_not_ask
         program.devices_of("tpu", 8, "v4:2x2x2")
 
 
-@pytest.mark.costs("starts a process that builds the model")
 def test_the_child_answers_with_the_problems(tmp_path):
     request = {
         "arguments_class": "trainers.config.arguments:TrainingArguments",

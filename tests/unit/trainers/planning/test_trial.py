@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.unit.training import arguments
 from trainers.planning import trial
 
 
-@pytest.mark.costs("compiles a step")
 def test_a_trial_runs_the_step_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "WINDOW_S", 0.01)
     monkeypatch.chdir(tmp_path)

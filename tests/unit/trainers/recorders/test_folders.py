@@ -26,7 +26,6 @@ def train(tmp_path, monkeypatch, steps, **changes):
     assert run.main() == 0
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_run_writes_where_it_is_reported_and_goes_on_there(tmp_path, monkeypatch):
     absolute = tmp_path / "logs" / "tensorboard"
     folders = {"jsonl": "numbers/train", "tensorboard": str(absolute)}
@@ -40,7 +39,6 @@ def test_a_run_writes_where_it_is_reported_and_goes_on_there(tmp_path, monkeypat
     assert not (folder / "tensorboard").exists()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_weights_and_biases_write_there_and_stay_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

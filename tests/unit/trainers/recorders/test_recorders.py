@@ -202,7 +202,6 @@ def test_a_recorder_whose_package_is_missing_is_refused_before_anything_starts(m
         arguments(recorders=["wandb"])
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_alone_the_same_recorders_are_fed(tmp_path, capfd, monkeypatch):
     from trainers.commands import run
 

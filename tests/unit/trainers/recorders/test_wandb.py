@@ -68,7 +68,6 @@ def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.name() == SERVICE]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_what_is_published_is_in_the_files_of_the_offline_run(tmp_path):
     notes = []
     made = Recorders(["wandb"], about(tmp_path / "new"), notes.append)
@@ -148,7 +147,6 @@ made.close(1)
 """
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_service_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
     # To a file: the service inherits it, and a pipe would be read until the service ends too.
     with (tmp_path / "output").open("w") as output:

@@ -38,7 +38,6 @@ def cache(tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.costs("compiles a program three times")
 @pytest.mark.parametrize("left", [lambda data: data[: len(data) // 2], lambda data: b""], ids=["half", "nothing"])
 def test_what_a_killed_process_left_of_an_entry_is_written_again(cache, tmp_path, left):
     """By JAX alone it stays as it is, and each start compiles anew."""

@@ -52,7 +52,6 @@ def test_it_is_read_as_it_was_written(executable):
     assert (a.tolist(), b.tolist()) == ([2, 2, 2], [1, 1, 1])
 
 
-@pytest.mark.costs("compiles a program")
 def test_an_executable_of_which_any_bit_differs_is_never_loaded(executable):
     for data in damaged(executable.read_bytes(), 200):
         executable.write_bytes(data)

@@ -58,7 +58,6 @@ def test_another_launch_traces_again_since_the_code_may_have_changed(made, tmp_p
     assert len(list(tmp_path.glob("*.xla"))) == 1  # the same program, compiled once
 
 
-@pytest.mark.costs("compiles a program")
 @pytest.mark.parametrize("held_in_memory", [True, False])
 def test_what_comes_from_the_compile_cache_is_compiled_afresh_before_it_is_kept(tmp_path, held_in_memory):
     def ranked(x, y):

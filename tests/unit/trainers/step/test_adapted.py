@@ -97,7 +97,6 @@ class Poisoned(OwnSteps):
         return dataclasses.replace(state, params=params), {**metrics, "loss": metrics["loss"] * bad}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_bad_batch_leaves_the_state_as_it_was(tmp_path, events):
     made = trainer(tmp_path, cls=Poisoned, anomalies={"non_finite": "skip"}, **PLAIN)
     state = made.train()
@@ -236,7 +235,6 @@ class ThreeBatches(Iterated):
     num_examples = 48
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_iterable_is_begun_anew_each_epoch_and_needs_no_dataset(tmp_path, events):
     heard, changes = Heard(), {"max_num_steps": None, "max_num_data_epochs": 2, "optimizer": FIXED}
     given = arguments(tmp_path, **changes, evaluation={"every_epochs": 1})
@@ -266,7 +264,6 @@ def test_a_loader_without_a_dataset_shows_the_shapes_or_says_why_not(tmp_path, l
         cls(arguments(tmp_path), None, None).train()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_micro_batches_of_an_iterable_are_those_of_the_data(tmp_path, events):
     changes = {"optimizer": FIXED, "accumulation_steps": 2, "max_num_steps": 4}
     made = trainer(tmp_path, cls=Iterated, **changes)
@@ -324,7 +321,6 @@ class Sharpness(BaseTrainer):
         return value, uphill
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_gradients_of_ones_own_add_up_over_micro_batches(tmp_path, accumulation_steps):
     changes = {"accumulation_steps": accumulation_steps, "max_num_steps": 3}

@@ -13,7 +13,6 @@ from trainers.trainer.assembly import assemble
 CHANGES = {"max_num_steps": 3, "optimizer": FIXED}
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "changes"), [(BaseTrainer, {"accumulation_steps": 2}), (OwnSteps, PLAIN)])
 def test_the_loader_and_the_steps_do_by_hand_what_training_does(tmp_path, events, cls, changes):
     whole = trainer(tmp_path, cls=cls, **CHANGES | changes)

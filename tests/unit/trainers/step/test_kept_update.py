@@ -32,7 +32,6 @@ def assert_same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("name", sorted(DIRECTIONS))
 def test_an_update_is_that_of_the_optimizer_and_a_refused_one_changes_nothing(name):
     config = OptimizerConfig(name=name, schedule=ScheduleConfig(name="constant"))

@@ -165,7 +165,6 @@ class TableOfExamples(TableTask):
         return PerExample(jnp.sum(losses, -1), {"accuracy": jnp.sum(hits, -1)}, jnp.full(len(targets), targets.shape[1]))
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_task_of_single_examples_trains_and_evaluates_like_one_of_sums(tmp_path, steps):
     """In global batches that 8 devices cannot divide, and with a held-out set whose last batch is not full."""
@@ -230,7 +229,6 @@ class OnlyTheSecondTerm(TableTask):
         return {"first": (plain.loss_sum * 0, plain.num_targets * 0), "second": plain[:2]}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_loss_of_a_batch_without_targets_of_the_first_term_is_that_of_the_others(tmp_path, events):
     trainer(tmp_path, task=f"{__name__}:OnlyTheSecondTerm", max_num_steps=1, checkpoint={"save_at_end": False}).train()
     assert [*losses(events).values()] == by_step(events, "second")
@@ -244,7 +242,6 @@ class MeanOverBatches(TableTask):
         return super().loss(model, batch).loss_sum * 0.0 + jnp.max(batch["sample_id"]), None
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("accumulation_steps", "global_batch_size", "first"), [(1, 16, 15.0), (2, 16, 11.0), (4, 32, 19.0)])
 def test_without_targets_the_loss_is_the_mean_over_micro_batches(tmp_path, events, accumulation_steps, global_batch_size, first):
     made = trainer(
@@ -272,7 +269,6 @@ class Told(TableTask):
         return loss._replace(parts={"step_seen": Last(self.step)})
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_task_that_wants_it_is_reported_the_step_as_a_traced_value(tmp_path, events):
     """Over a restart, with one program for all steps."""
     Told.told = ()
@@ -291,7 +287,6 @@ def test_a_task_that_wants_the_step_can_be_planned(tmp_path):
     assert len(numbers(made)) == 2
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_total_of_terms_over_held_out_data_is_the_sum_of_their_means(tmp_path):
     """Not a mean of the batches' totals: the second term has other numbers of targets in each batch."""
     made = trainer(tmp_path, task=f"{__name__}:TwoTerms", optimizer=FIXED, global_batch_size=8, max_num_steps=1)

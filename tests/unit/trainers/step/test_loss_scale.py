@@ -72,7 +72,6 @@ def test_the_scale_never_becomes_infinite():
     assert float(scaler["scale"]) == 2.0**127
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events):
     made = half(tmp_path, loss_scale={"initial": TOO_LARGE})
     state = made.train()
@@ -90,7 +89,6 @@ def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events
     assert sorted(published(events, "loss")) == list(range(overflows + 1, 13))
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):
     settings = {"loss_scale": {"initial": TOO_LARGE, "window_steps": 3}, "checkpoint": {"save_steps": 2}}
     whole = half(tmp_path / "whole", **settings).train()
@@ -105,7 +103,6 @@ def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):
     assert published(events, "loss_scale") == scales
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events):
     made = half(tmp_path, loss_scale={"initial": 2.0**40, "minimum": 2.0**38})
     with pytest.raises(
@@ -114,7 +111,6 @@ def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events)
         made.train()
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_loss_that_is_not_finite_is_an_anomaly_and_no_overflow(tmp_path, events):
     made = half(tmp_path, cls=Poisoned, max_num_steps=4)
     state = made.train()

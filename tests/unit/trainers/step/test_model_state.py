@@ -32,7 +32,6 @@ def trainer(tmp_path, *callbacks, cls=BaseTrainer, data=None, **changes):
     return cls(arguments, *(data or normed.vectors(arguments)), callbacks=callbacks)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, max_num_steps=40, evaluation={"every_steps": 20})
     state = made.train()
@@ -52,7 +51,6 @@ def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events
     assert_equal(made.output.state.model_state, state.model_state)  # evaluations changed nothing
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "accumulation_steps"), [(BaseTrainer, 1), (BaseTrainer, 3), (OneDevice, 3)])
 def test_batch_statistics_are_those_of_the_rows_of_all_devices_that_count(tmp_path, cls, accumulation_steps):
     """27 rows on eight devices: some only fill up the batch. Each micro-batch updates them once, in order."""
@@ -108,7 +106,6 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path, events, a
     assert stopped.output.metrics["params_digest"] != whole.output.metrics["params_digest"]
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_the_digest_of_a_run_has_the_statistics_too(tmp_path):
     made = trainer(tmp_path, max_num_steps=1)
     state = made.train()
@@ -181,7 +178,6 @@ class NoisyTask(NormedTask):
         return model(batch["x"]) ** 2
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_evaluation_that_draws_gives_the_same_numbers_each_time(tmp_path):
     made = trainer(tmp_path, task=HERE + "NoisyTask", max_num_steps=1, evaluation={"batch_size": 8})
     state = made.train()
@@ -243,7 +239,6 @@ class KeepingTask(NormedTask):
         return Keeping(rngs)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_state_that_becomes_infinite_is_not_kept_though_the_loss_is_finite(tmp_path, events):
     state = trainer(tmp_path, cls=Poisoned, task=HERE + "KeepingTask", max_num_steps=5).train()
     assert [event["batch_index"] for event in of(events, "anomaly")] == [2]
@@ -259,7 +254,6 @@ class Half(NormedTask):
         return losses.astype(jnp.float16).astype(jnp.float32)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_an_update_that_overflows_leaves_the_statistics_as_they_were(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, task=HERE + "Half", dtype="float16", loss_scale={"initial": 2.0**30}, max_num_steps=2)
     state = made.train()
@@ -297,7 +291,6 @@ class CountingTask(NormedTask):
         return loss._replace(metrics={**loss.metrics, "calls": jnp.broadcast_to(model.calls[...], loss.losses.shape)})
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_variables_of_a_models_own_are_kept_over_micro_batches_steps_and_restarts(tmp_path, events):
     about = {"cls": OneDevice, "task": HERE + "CountingTask", "accumulation_steps": 3}
     trainer(tmp_path, StopAt(2, StopReason.TERMINATED), **about).train()
@@ -394,7 +387,6 @@ class Dict(NormedTask):
         return {"fit": super().loss(model, batch), "size": (jnp.sum(model.out.kernel[...] ** 2), None)}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_loss_of_several_terms_updates_the_state_once(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, task=HERE + "Dict", max_num_steps=1, accumulation_steps=3, **STILL)
     state = made.train()

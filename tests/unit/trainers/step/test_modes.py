@@ -47,7 +47,6 @@ class AlwaysDropping(DroppingTask):
         return super().loss(model, batch)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_training_drops_out_and_no_evaluation_does(tmp_path, events):
     units = {"eval": {}, "own": {"task": HERE + "DroppingTask"}, "dropped": {"task": HERE + "AlwaysDropping"}}
     still = {"name": "adamw", "learning_rate": 1e-30, "schedule": {"name": "constant"}}
@@ -72,7 +71,6 @@ class Flagged(TableTask):
         return loss._replace(parts=parts)
 
 
-@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("units", [{}, {"eval": {"task": HERE + "Flagged"}}])
 def test_a_loss_that_asks_is_reported_whether_it_trains(tmp_path, events, units):
     made = trainer(tmp_path, task=HERE + "Flagged", max_num_steps=2, accumulation_steps=2, evaluation={"units": units})

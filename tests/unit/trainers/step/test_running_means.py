@@ -36,7 +36,6 @@ def weight_of_share(step):
     return sum(1 for sample in range(16 * (step - 1), 16 * step) if sample % 96 % 5 == 0 and sample % 96 < 48)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_it_is_the_mean_over_all_steps_weighted_like_the_metric(tmp_path, events):
     run(tmp_path).train()
     for name in ("loss", "accuracy"):  # each step has as many targets
@@ -53,7 +52,6 @@ def test_it_is_the_mean_over_all_steps_weighted_like_the_metric(tmp_path, events
     assert published(events, "mean_share") == pytest.approx(means, rel=1e-6)
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_it_does_not_depend_on_when_it_is_published(tmp_path, events):
     run(tmp_path / "often").train()
     often = published(events, "mean_accuracy")
@@ -62,7 +60,6 @@ def test_it_does_not_depend_on_when_it_is_published(tmp_path, events):
     assert published(events, "mean_accuracy") == {step: often[step] for step in (4, 8, 12)}
 
 
-@pytest.mark.costs("compiles a step and trains")
 def test_a_restart_goes_on_bit_for_bit(tmp_path, events):
     run(tmp_path / "whole").train()
     whole = {name: published(events, name) for name in ("mean_accuracy", "mean_loss", "mean_share")}

@@ -49,7 +49,7 @@ def test_of_many_creators_one_wins(tmp_path):
     assert os.listdir(tmp_path) == ["claim.json"]
 
 
-@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.costs("its server is imported"))])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_bucket_takes_the_same_calls(scheme, stores, monkeypatch):
     stores[scheme].set(monkeypatch)
     folder = stores[scheme].url()

@@ -11,8 +11,6 @@ from trainers.storage.object_store import Limits, ObjectStore
 from trainers.storage.opening import open_store
 from trainers.storage.probe import check_writable
 
-S3 = pytest.param("s3", marks=pytest.mark.costs("its server is imported"))
-
 
 @pytest.fixture
 def gcs(monkeypatch):
@@ -22,7 +20,7 @@ def gcs(monkeypatch):
         yield fake
 
 
-@pytest.mark.parametrize("scheme", ["gs", S3])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_good_bucket_passes_and_nothing_is_left_in_it(scheme, stores, monkeypatch):
     stores[scheme].set(monkeypatch)
     url = stores[scheme].url()
@@ -42,7 +40,7 @@ def test_a_url_that_cannot_work_is_reported(url, message):
         check_writable(url)
 
 
-@pytest.mark.parametrize("scheme", ["gs", S3])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 @pytest.mark.parametrize(
     ("match", "do", "message"),
     [
@@ -87,7 +85,6 @@ def test_a_store_that_keeps_what_is_deleted_is_refused(gcs, monkeypatch):
         check_writable("gs://bucket/run")
 
 
-@pytest.mark.costs("its server is imported")
 def test_a_bucket_with_versions_is_refused(stores, monkeypatch):
     noted = ObjectStore._note_version
     monkeypatch.setattr(ObjectStore, "_note_version", lambda store, _: noted(store, {"version": "3HL4kqtJ"}))

@@ -19,12 +19,11 @@ from trainers.storage.opening import open_store
 from trainers.storage.row import NO_DRIVER, Kept, OvertakenError, Record, Row, WriterTerm
 from trainers.storage.store import Place, StorageUnavailable
 
-S3 = pytest.param("s3", marks=pytest.mark.costs("its server is imported and answers slowly"))
 ROUNDS = 500
 KEPT = Kept("10-1_0_ab", "f" * 64)
 
 
-@pytest.fixture(params=("local", "memory", "gs", S3))
+@pytest.fixture(params=("local", "memory", "gs", "s3"))
 def folder(request, stores, tmp_path, monkeypatch):
     return Place(store_of(request.param, stores, tmp_path, monkeypatch)) / "row"
 
@@ -78,7 +77,6 @@ def test_an_older_driver_and_an_older_generation_change_nothing(folder):
     assert second.claim(before.term) == before  # again: nothing new is recorded
 
 
-@pytest.mark.costs("500 rounds")
 @pytest.mark.parametrize("kind", ["local", "memory", "gs"])
 def test_four_drivers_that_sleep_leave_a_row_in_order(kind, stores, tmp_path, monkeypatch):
     store = store_of(kind, stores, tmp_path, monkeypatch)
@@ -104,7 +102,7 @@ def test_the_same_attack_finds_a_store_that_ignores_conditions(monkeypatch):
 
 
 @pytest.mark.parametrize("do", ["lost", "409", "503"])
-@pytest.mark.parametrize("scheme", ["gs", S3])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_commit_whose_answer_is_lost_is_known_as_its_own(scheme, do, stores, tmp_path, monkeypatch):
     folder = Place(store_of(scheme, stores, tmp_path, monkeypatch)) / "row"
     row = Row(folder)

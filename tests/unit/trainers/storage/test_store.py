@@ -14,9 +14,8 @@ from trainers.storage import object_store
 from trainers.storage.local_store import LocalStore
 from trainers.storage.store import Place, StorageRefused, checked_name
 
-S3 = pytest.param("s3", marks=pytest.mark.costs("its server is imported and answers slowly"))
 WEED = pytest.param("weed", marks=pytest.mark.slow("starts a real store"))
-KINDS = ("local", "memory", "gs", S3, WEED)
+KINDS = ("local", "memory", "gs", "s3", WEED)
 WRITERS, ROUNDS = 8, 5
 
 

@@ -14,7 +14,6 @@ from trainers.storage.object_store import Limits
 from trainers.storage.opening import open_store
 from trainers.storage.store import StorageFull, StorageRefused, StorageUnavailable
 
-S3 = pytest.param("s3", marks=pytest.mark.costs("its server is imported and answers slowly"))
 ASKS = {
     "get": lambda store: store.get("a"),
     "get_part": lambda store: store.get_part("a", 0, 1),
@@ -28,7 +27,7 @@ ASKS = {
 }
 
 
-@pytest.fixture(params=["gs", S3])
+@pytest.fixture(params=["gs", "s3"])
 def scheme(request):
     return request.param
 

@@ -45,7 +45,6 @@ def batch(rows, weight):
     return {"tokens": tokens, "weight": np.asarray(weight, np.float32)}
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_is_the_mean_of_minus_log_p_of_each_next_token(task, model):
     rows = batch(3, [1, 1, 1])
     loss = jax.jit(task.loss)(model, rows)
@@ -171,7 +170,6 @@ def test_the_losses_of_the_router_are_parts_of_the_loss_by_their_weights(task, m
     assert 0.25 <= float(value / count) < 1
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_padding_counts_for_nothing_in_the_losses_of_the_router(mixture_losses):
     """Rows that only fill up a batch, and tokens of weight 0."""
     rows = {**batch(4, [1, 0, 1, 0]), "token_weight": np.ones((4, LENGTH + 1), np.float32)}
@@ -194,7 +192,6 @@ def test_a_token_is_a_byte(task):
     assert task.decode([97, 0xC3, 300]) == "a\ufffd"  # half a character, and what no byte is
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_tracing_the_loss_touches_no_device():
     """A standby traces before it joins its gang, and `jax.distributed` refuses a process that has looked for devices."""
     program = """if True:

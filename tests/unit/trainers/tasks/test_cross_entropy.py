@@ -24,7 +24,6 @@ def given():
     return hidden, table, draw.integers(0, VOCAB, (ROWS, TIME), np.int32)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_losses_and_hits_are_those_of_the_logits(given):
     hidden, table, targets = given
     targets = targets.copy()
@@ -47,7 +46,6 @@ def test_the_z_loss_is_the_weighted_square_of_log_z(given):
     np.testing.assert_allclose(with_z.losses, plain.losses + with_z.z_losses, rtol=1e-5)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(z_loss_weight=0.5), LossConfig(label_smoothing=0.2), EVERYTHING])
 def test_the_gradient_is_that_of_the_definition(given, config):
     hidden, table, targets = given

@@ -58,7 +58,6 @@ def test_the_divergence_is_that_of_the_definition(temperature, top_k):
     np.testing.assert_allclose(found, temperature**2 * terms.sum(-1), rtol=1e-4)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_in_parts_of_the_time_it_is_the_same_and_so_are_the_gradients():
     numbers = [
         jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(2, 7, 6), (6, 12), (2, 7, 4), (4, 12)])
@@ -81,7 +80,6 @@ def models():
     return [nnx.jit(lambda seed: task.build_model(nnx.Rngs(rng.key(seed, "init", 0))), static_argnums=0)(i) for i in (0, 1)]
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_is_a_sum_over_the_targets(models):
     task, (student, teacher) = task_of(), models
     tokens = np.random.default_rng(3).integers(0, 64, (3, 9)).astype(np.int32)

@@ -23,7 +23,6 @@ def task_of(**changes):
     return ImageClassificationTask(TrainingArguments(name="t", max_num_steps=1, **{"vision": VISION, **changes}))
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_of_a_row_is_the_cross_entropy_of_its_class():
     task = task_of(loss=LossConfig(label_smoothing=0.3))
     model = task.build_model(nnx.Rngs(0))

@@ -77,7 +77,6 @@ CASES = {
 }
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 @pytest.mark.parametrize("case", CASES)
 def test_packed_loss_and_gradients_are_those_of_each_example_in_a_row_of_its_own(tmp_path, case):
     task, changes = CASES[case]
@@ -100,7 +99,6 @@ def test_packed_loss_and_gradients_are_those_of_each_example_in_a_row_of_its_own
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6 * largest)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_predictions_of_packed_rows_are_those_of_each_text_alone(tmp_path):
     found = {}
     for packing in (None, "fit"):

@@ -82,7 +82,6 @@ def test_packed_loss_and_gradients_are_those_of_each_document_alone(monkeypatch,
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6 * largest)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_a_row_of_padding_and_a_token_of_a_prompt_are_no_targets():
     task, batch = task_of(), batch_of(rows(LENGTHS["fit"], "fit"))
     documents = InMemory(LENGTHS["fit"])

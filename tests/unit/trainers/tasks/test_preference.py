@@ -71,7 +71,6 @@ def batch_of(num_pairs):
     return {name: np.stack([pair[name] for pair in pairs]) for name in pairs[0]}
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_of_a_pair_is_that_of_its_completions_alone(models):
     policy, reference = models
     task, batch = task_of(preference={"beta": 0.3}, frozen={"reference": "x"}), batch_of(3)

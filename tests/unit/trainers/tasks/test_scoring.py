@@ -50,7 +50,6 @@ def last_scores(model, tokens, weight):
     return np.asarray(x[0, -1], np.float64) @ np.asarray(model.head[...], np.float64)
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry():
     task, batch = task_of(RewardTask), pairs_of(3)
     model = model_of(task)
@@ -65,7 +64,6 @@ def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry():
         assert float(found.num_tokens[row]) == batch["token_weight"][row].sum()
 
 
-@pytest.mark.costs("compiles a model and its gradients")
 def test_the_loss_of_a_classifier_is_the_cross_entropy_of_the_label_at_the_last_token():
     task, pairs = task_of(ClassificationTask), pairs_of(4)
     model = model_of(task)

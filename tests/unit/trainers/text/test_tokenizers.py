@@ -193,7 +193,6 @@ def test_a_run_carries_the_files_along_and_needs_the_folders_no_more(folder, tmp
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == SIZE
 
 
-@pytest.mark.costs("compiles a program")
 def test_a_training_on_kept_tokens_imports_no_library_of_tokenizers(folder, tmp_path, cache):
     paths = write(tmp_path / "texts", {"a": TEXT})
     text_windows(arguments(folder, paths))

@@ -117,7 +117,6 @@ WITH_TABLES = {
 
 
 @pytest.mark.parametrize("case", WITH_TABLES)
-@pytest.mark.costs("compiles a decoder")
 def test_tables_with_new_tokens_give_the_logits_of_peft(case):
     lora_config, config = WITH_TABLES[case], hugging_face.read_config(DATA / "parity" / case)
     config = dataclasses.replace(config, vocab_size=64 + lora_config.new_tokens)

@@ -205,7 +205,6 @@ FILES = (
 )
 
 
-@pytest.mark.costs("imports transformers")
 @seed(1)
 @settings(max_examples=50, deadline=None, database=None)
 @given(*FILES)
@@ -273,7 +272,6 @@ def check_model(number, changes, left_out):
 MODELS = (st.integers(0, 10_000), SETTINGS, st.one_of(st.just(set()), st.sets(st.sampled_from(OPTIONAL), max_size=4)))
 
 
-@pytest.mark.costs("imports transformers")
 @seed(3)
 @settings(max_examples=50, deadline=None, database=None)
 @given(*MODELS)

@@ -28,7 +28,6 @@ def copied(folder, tensors, **changes):
     return folder
 
 
-@pytest.mark.costs("compiles a decoder")
 def test_the_logits_are_those_of_the_model_with_images():
     found, expected = hugging_face.look(FOLDER), load_file(FOLDER / "expected.safetensors")
     assert (found.config.family, found.config.window, found.config.tie_embeddings) == ("mistral", 6, False)

@@ -93,7 +93,6 @@ def gemma3():
     return model_of(DATA / "gemma3")
 
 
-@pytest.mark.costs("compiles decoders of several families")
 def test_gemma3_with_two_images_in_a_row(gemma3):
     expected = expected_of("gemma3")
     assert_near(logits_of(gemma3, expected["tokens"], expected["images"]), expected["logits"])

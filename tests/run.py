@@ -1,0 +1,131 @@
+"""Runs the tests: `python -m tests.run TIER ... [--workers 4] [pytest's options]`, as the targets of the Makefile do.
+
+A tier says which tests: `test` is what every commit passes, `changed` the slow tests that a change can reach, and a fifth of the
+others, `all` every test. All kinds of tests go through one pool of workers, one file at a time, the dearest first.
+Last come the cost of the run, the files above their ceilings, and every test that failed, with its whole message."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests import ROOT, costs, ledger, reach
+from tests.process_tree import ProcessTree
+
+RESULTS = Path("build/tests")
+RESULT = RESULTS / "result.xml"
+SLOW_FILES = RESULTS / "slow_files.txt"
+MESSAGE_CHARACTERS = 4_000
+NUM_WORKERS = 4
+"""Twice the cores: tests of whole jobs wait more than they compute."""
+NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
+"""Its plugin imports it when all tests have ended, and pytest then parses its files while other threads run. A thread that prints
+a traceback parses too. If JAX's callback of the garbage collector lets it do so in between, Python 3.11 raises SystemError: AST
+constructor recursion depth mismatch. The tests need nothing of the plugin."""
+TIERS = ("test", "changed", "all")
+OF_DOCUMENTS = ("code_blocks", "docs", "links", "commands", "pages", "migrating", "troubleshooting", "documented_metrics")
+"""Files of tests that read the documents, by a part of their names."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: pytest's, or 1 if a file costs more than it may."""
+    parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__, allow_abbrev=False)
+    parser.add_argument("tiers", nargs="+", choices=TIERS, metavar="TIER", help=" or ".join(TIERS))
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="0: one test after the other, in one process")
+    options, of_pytest = parser.parse_known_args(arguments)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(ledger.FOLDER, ignore_errors=True)
+    whole = not of_pytest  # only then are there ceilings, and is anything proved
+    changed = reach.changed_files() if "changed" in options.tiers else None
+    selection = selected(options.tiers, changed)
+    yardstick_s = costs.measured_yardstick_s() if whole else None
+    with Watch() as watch:
+        status = run_pytest(selection, options.workers, of_pytest)
+    for line in failures(status):
+        print(line, flush=True)
+    if yardstick_s is None:
+        return status
+    print("\n".join(costs.summary(watch.cpu_s, watch.wall_s, yardstick_s)), flush=True)
+    too_dear = costs.too_dear(options.tiers, watch.cpu_s, yardstick_s) if status == 0 else []
+    for complaint in too_dear:
+        print(complaint, flush=True)
+    if status == 0 and options.tiers == ["all"] and not too_dear:
+        print(reach.prove(), flush=True)
+    return status or bool(too_dear)
+
+
+def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, ...]:
+    """Returns pytest's arguments for the tiers: files, and of which of them the slow tests are run."""
+    if "all" in tiers:
+        return ()
+    if "changed" not in tiers:
+        return ("-m", "not slow")
+    if reach.documents_alone(changed):
+        return tuple(file for file in reach.test_files() if any(word in file for word in OF_DOCUMENTS))
+    SLOW_FILES.write_text("\n".join(reach.chosen(changed)))
+    return (f"--slow-of={SLOW_FILES}", *(() if "test" in tiers else ("-m", "slow")))
+
+
+class Watch:
+    """What the tests cost in all, as it is seen from outside of them."""
+
+    def __enter__(self) -> Watch:
+        self._tree, self._started_s, self._over = ProcessTree(), time.monotonic(), threading.Event()
+        self._before_s = self._tree.read().total()
+        threading.Thread(target=self._look, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.cpu_s = self._tree.read().total() - self._before_s
+        self.wall_s = time.monotonic() - self._started_s
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            self._tree.read()
+
+
+def run_pytest(selection: Sequence[str], num_workers: int, options: Sequence[str]) -> int:
+    RESULT.unlink(missing_ok=True)  # an earlier run's
+    result = ("--junitxml", str(RESULT), "--override-ini", "junit_family=xunit1")  # this form names the file
+    pool = ("--numprocesses", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder") if num_workers else ()
+    command = (sys.executable, "-m", "pytest", *result, *NO_HYPOTHESIS, *pool, *selection, *options)
+    return wait_for(subprocess.Popen(command, cwd=ROOT, env=dict(os.environ)))
+
+
+def failures(status: int) -> Iterator[str]:
+    """Yields a line for each test that failed, with its whole message, and one for a run that ended otherwise than by tests."""
+    if status not in (0, 5):
+        yield f"\nThe tests ended with exit status {status}:"
+        yield from [*failed_tests(RESULT)] or ["  no test failed; see what was written above"]
+
+
+def failed_tests(result: Path) -> Iterator[str]:
+    """Yields a line for each failure in a result of pytest. There is none where pytest did not reach its end."""
+    if not result.exists():
+        return
+    for case in ElementTree.parse(result).iter("testcase"):
+        for found in (*case.iter("failure"), *case.iter("error")):
+            message = found.get("message", "")
+            at = (found.text or "").strip().rpartition("\n")[2]
+            yield f"  {case.get('file', case.get('classname'))}::{case.get('name')}: {message[:MESSAGE_CHARACTERS]} ({at})"
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit status. Ctrl-C reaches pytest from the terminal too, and it ends by itself, with what it has started."""
+    while True:
+        with suppress(KeyboardInterrupt):
+            return process.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""What a run of the tests says is not lost, and no test gives up on a busy machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests import ROOT, ledger, run
+
+TEST = """
+def test_it(pytestconfig):
+    assert not pytestconfig.pluginmanager.hasplugin("hypothesispytest"), "the plugin"
+    assert {}
+"""
+
+
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_a_failure_is_the_status_and_the_last_line(tmp_path, monkeypatch, capfd, num_workers):
+    for name, holds in (("one", False), ("other", True)):
+        (tmp_path / f"test_{name}.py").write_text(TEST.format(holds))
+    results = {name: tmp_path / name for name in ("RESULTS", "RESULT", "SLOW_FILES")}
+    for name, path in results.items():
+        monkeypatch.setattr(run, name, path)
+    monkeypatch.setattr(ledger, "FOLDER", tmp_path / "ledger")
+    options = ("--workers", num_workers, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path))
+    assert run.main(("test", *options)) == 1
+    told = capfd.readouterr().out
+    assert told.index("1 failed") < told.index("The tests ended with exit status 1:")
+    assert told.splitlines()[-1].startswith("  test_one.py::test_it: assert False")
+
+
+RESULT = """<testsuites><testsuite>
+  <testcase classname="tests.ray.test_a" file="tests/ray/test_a.py" name="test_good"/>
+  <testcase classname="tests.ray.test_a" file="tests/ray/test_a.py" name="test_bad[x]"><failure message="{message}">
+    a long story
+tests/ray/test_a.py:12: AssertionError</failure></testcase>
+  <testcase classname="tests.ray.test_b" file="tests/ray/test_b.py" name="test_set_up"><error message="failed on setup">
+tests/ray/test_b.py:3: OSError</error></testcase>
+  <testcase classname="" name="tests.ray.test_c"><error message="collection failure">no module</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_every_failure_is_told_once_more_at_the_end_with_its_message(tmp_path, monkeypatch):
+    message = "a score of many words: " + "x" * 300
+    monkeypatch.setattr(run, "RESULT", tmp_path / "result.xml")
+    run.RESULT.write_text(RESULT.format(message=message))
+    assert [*run.failures(0)] == []
+    assert [*run.failures(1)] == [
+        "\nThe tests ended with exit status 1:",
+        f"  tests/ray/test_a.py::test_bad[x]: {message} (tests/ray/test_a.py:12: AssertionError)",
+        "  tests/ray/test_b.py::test_set_up: failed on setup (tests/ray/test_b.py:3: OSError)",
+        "  ::tests.ray.test_c: collection failure (no module)",
+    ]
+
+
+def test_a_run_that_was_killed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "RESULT", tmp_path / "result.xml")
+    assert [*run.failures(-9)] == [
+        "\nThe tests ended with exit status -9:",
+        "  no test failed; see what was written above",
+    ]
+
+
+WAITS = ("run", "wait", "communicate", "join", "get", "wait_until", "timeout")
+NOT_FOR_WHAT_MUST_COME = {
+    "tests/multihost/test_accelerator.py": "it is a benchmark of many minutes",
+    "tests/ray/test_own_ray.py": "processes of which some never end",
+    "tests/unit/cluster/placement/test_waits.py": "a clock of its own",
+}
+
+
+def seconds_of_waits(source):
+    """(line, seconds) of each call that waits for so many seconds, written as a number, and no longer."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = [each.value for each in node.keywords if each.arg in ("timeout", "timeout_s")]
+            given += node.args[1:2] if name == "wait_until" else node.args[:1]
+            numbers = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, (int, float))]
+            yield from ((node.lineno, number) for number in numbers if name in WAITS and number >= 2)
+
+
+def test_no_test_gives_up_on_a_busy_machine():
+    """It takes ten times as long as a quiet one. Tests wait for PATIENCE_S, and pytest ends what hangs."""
+    found = {
+        str(path.relative_to(ROOT)): waits
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (waits := [*seconds_of_waits(path.read_text())])
+    }
+    assert found.keys() == NOT_FOR_WHAT_MUST_COME.keys(), found
+
+
+@pytest.mark.parametrize(
+    "call", ["process.wait(60)", "subprocess.run(command, timeout=20)", "wait_until(done, 5.0)", "pytest.mark.timeout(900)"]
+)
+def test_a_wait_of_some_seconds_is_found(call):
+    assert len([*seconds_of_waits(f"first\n{call}")]) == 1
