@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -183,7 +183,12 @@ def sources(package: str) -> list[Path]:
 def imports(path: Path, *, only_at_import: bool = False) -> Iterator[tuple[str, int]]:
     """(module, line) of every import in a file; of those that run when the file is imported, if asked."""
     tree = ast.parse(path.read_text())
-    for node in _run_at_import(tree) if only_at_import else ast.walk(tree):
+    return imported_by(_run_at_import(tree) if only_at_import else ast.walk(tree), path)
+
+
+def imported_by(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import among the nodes of a file."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

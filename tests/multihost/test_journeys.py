@@ -1,0 +1,31 @@
+"""The ceilings of journeys through the product (`tests/ceilings.toml`), and what commits made of all ceilings."""
+
+import subprocess
+
+import pytest
+
+from tests import ROOT
+from tests.ceilings import FILE, assert_none, entries_changed, journey_rows, lowest, off_ceiling, parse, raised_silently
+from tests.journeys import count, figures
+
+
+@pytest.mark.costs("trains, restores and recovers under a profiler, in three processes")
+def test_no_journey_becomes_longer(tmp_path):
+    ceilings = parse(FILE.read_text())
+    found = journey_rows(figures(count(tmp_path)))
+    # What has come is what `python -m tests.journeys --json` lists, and did not list at an older commit.
+    assert_none(off_ceiling(ceilings.of_journeys, found, ceilings.lag))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the project lies here without its history")
+def test_no_ceiling_was_raised_without_an_entry():
+    ceilings = parse(FILE.read_text())
+    commits = git("log", "--format=%H", "--", str(FILE.relative_to(ROOT))).split()
+    earlier = [parse(git("show", f"{commit}:{FILE.relative_to(ROOT)}")) for commit in commits]
+    raises = [entry for table in earlier for entry in table.raises]
+    silent = raised_silently(lowest(table.rows for table in earlier), ceilings.rows, ceilings.raises)
+    assert_none([*silent, *entries_changed(raises, ceilings.raises)])
+
+
+def git(*arguments):
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
