@@ -6,19 +6,12 @@ import signal
 
 import pytest
 
-from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE
-from tests.environment import NUM_DEVICES, prepare
+from tests.environment import prepare, start_jax
 from tests.ledger import Ledger
+from tests.pool import Pool
 from tests.progress import MARKERS, Progress
 
 prepare(os.environ)
-
-with pytest.MonkeyPatch.context() as patch:
-    # XLA reads it once, when JAX starts: here, before a test module's import starts it. What the tests start has its own.
-    patch.setenv("NPROC", str(CPU_THREADS_PER_DEVICE * NUM_DEVICES))
-    import jax
-
-    jax.devices()
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +22,7 @@ def _threads_of_others_are_their_own():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--pool", metavar="N", type=int, default=0, help="run N files of tests at a time")
     parser.addoption("--slow-of", metavar="PATH", help="leave out the slow tests of files that are not listed in this file")
 
 
@@ -38,8 +32,21 @@ def pytest_configure(config):
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # the process that runs tests
-        config.pluginmanager.register(Ledger(), "gangway-ledger")
+    if num_workers := config.getoption("pool"):
+        config.pluginmanager.register(Pool(num_workers), "gangway-pool")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Without a pool, the tests are run in this process."""
+    if not session.config.getoption("pool") and not session.config.option.collectonly:
+        start_jax()
+        session.config.pluginmanager.register(Ledger(), "gangway-ledger")
+
+
+def pytest_sessionfinish(session):
+    ledger = session.config.pluginmanager.get_plugin("gangway-ledger") or Ledger(meter=False)
+    ledger.close()
 
 
 def pytest_unconfigure():

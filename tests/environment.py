@@ -8,14 +8,16 @@ Ray's sockets are in a folder of the temporary folder: their paths must be short
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from cluster.hosts.process_env import IN_ORDER
+from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
 
 NUM_DEVICES = 8
 BUILD = Path(__file__).resolve().parents[1] / "build" / "tests"
@@ -27,6 +29,8 @@ OF_THE_USER = (
     *("XDG_", "SLURM_", "OMPI_", "PMI_", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"),
 )
 """How the names begin of the variables that a test must not see."""
+OF_PYTHON = ("NPROC", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "OPENBLAS_NUM_THREADS")
+"""Others. Without bytecode that is kept, each process that a test starts would compile all our modules."""
 XLA_FLAGS = (
     # As every training process has it. Without it a step that accumulates gradients hung here too, once in some runs.
     IN_ORDER,
@@ -56,8 +60,13 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     """Clears the environment of this process of the user's settings, once, before JAX and Ray read it."""
     if environ.get(PREPARED):
         return
-    for name in [name for name in environ if name.startswith(OF_THE_USER) or name in ("NPROC", "PYTHONPATH")]:
+    for name in [name for name in environ if name.startswith(OF_THE_USER) or name in OF_PYTHON]:
         del environ[name]
+    sys.dont_write_bytecode = False
+    if "numpy" not in sys.modules:  # a thread of its products would run when the workers are forked
+        environ["OPENBLAS_NUM_THREADS"] = "1"
+        importlib.import_module("numpy")
+        del environ["OPENBLAS_NUM_THREADS"]
     BUILD.mkdir(parents=True, exist_ok=True)
     home = _temporary(prefix="home-", folder=BUILD)
     environ.update(
@@ -73,6 +82,19 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         RAY_AUTH_TOKEN=secrets.token_hex(32),  # of all Rays that the tests start
     )
     environ[PREPARED] = home
+
+
+def start_jax() -> None:
+    """Starts JAX in this process, with threads enough for all of its devices. XLA reads NPROC once, and what the tests start has
+    its own."""
+    import jax
+
+    before = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(CPU_THREADS_PER_DEVICE * NUM_DEVICES)
+    jax.devices()
+    del os.environ["NPROC"]
+    if before is not None:
+        os.environ["NPROC"] = before
 
 
 def _temporary(prefix: str, folder: Path) -> str:

@@ -33,10 +33,12 @@ lie within each other: a trace counts as the test's own."""
 class Ledger:
     """The writer: a plugin of pytest, in each process that runs tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: bool = True) -> None:
+        """Without a meter it knows the seconds of this process alone: of one that only hands out tests."""
         FOLDER.mkdir(parents=True, exist_ok=True)
-        self._file = (FOLDER / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-{os.getpid()}.jsonl").open("a")
-        self._meter, self._compiled_s, self._listening = Meter(), 0.0, False
+        self._file = (FOLDER / f"{os.getpid()}.jsonl").open("a")
+        self._read = Meter().read if meter else lambda: Counter({OWN: time.process_time()})
+        self._compiled_s, self._listening = 0.0, False
         self._charged: Counter[str] = Counter()
         self._charged_at_s = time.monotonic()
 
@@ -47,16 +49,14 @@ class Ledger:
         self._charge(item.nodeid, slow=item.get_closest_marker("slow") is not None)
         return result
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_sessionfinish(self) -> Iterator[None]:
-        result = yield
+    def close(self) -> None:
+        """Charges what was used since the last test, by fixtures of the session that came to their end."""
         self._charge(SHARED)
-        return result
 
     def _charge(self, test: str, **about: bool) -> None:
         """Writes what was used since the last line."""
         self._listen()
-        seconds = self._meter.read()
+        seconds = self._read()
         seconds[COMPILE] = min(self._compiled_s, seconds[OWN])
         used, now_s = Counter(seconds), time.monotonic()
         used.subtract(self._charged)

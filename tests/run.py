@@ -97,8 +97,7 @@ class Watch:
 def run_pytest(selection: Sequence[str], num_workers: int, options: Sequence[str]) -> int:
     RESULT.unlink(missing_ok=True)  # an earlier run's
     result = ("--junitxml", str(RESULT), "--override-ini", "junit_family=xunit1")  # this form names the file
-    pool = ("--numprocesses", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder") if num_workers else ()
-    command = (sys.executable, "-m", "pytest", *result, *NO_HYPOTHESIS, *pool, *selection, *options)
+    command = (sys.executable, "-m", "pytest", *result, *NO_HYPOTHESIS, f"--pool={num_workers}", *selection, *options)
     return wait_for(subprocess.Popen(command, cwd=ROOT, env=dict(os.environ)))
 
 

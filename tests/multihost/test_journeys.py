@@ -9,7 +9,6 @@ from tests.ceilings import FILE, assert_none, entries_changed, journey_rows, low
 from tests.journeys import count, figures
 
 
-@pytest.mark.costs("trains, restores and recovers under a profiler, in three processes")
 def test_no_journey_becomes_longer(tmp_path):
     ceilings = parse(FILE.read_text())
     found = journey_rows(figures(count(tmp_path)))

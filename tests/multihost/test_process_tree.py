@@ -1,5 +1,6 @@
 """The seconds of all processes that a process has started are counted, once, whoever collects them."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_a_child_of_a_child_counts_whether_its_parent_collects_it_or_not(ignores
         process.stdin.write("\n")
         process.stdin.close()
     seen.append(tree.read())
-    assert all(later.total() >= earlier.total() for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.total() >= earlier.total() for earlier, later in itertools.pairwise(seen))
     assert seen[-1]["commands"] < 1.5, "twice"
     assert seen[-1]["own"] - before_s < 1.0
 

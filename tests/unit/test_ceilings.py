@@ -51,7 +51,6 @@ def num_imports(nodes, path):
     return len({module for module, _ in imported_by(nodes, path) if top(module) in PACKAGES})
 
 
-@pytest.mark.costs("parses the whole product, once")
 def test_the_product_stays_below_its_ceilings(ceilings):
     imports = Counter()
     found = {"statements": 0, "files": 0}

@@ -99,18 +99,24 @@ def test_a_weight_and_an_id_of_ones_own_take_the_place_of_the_trainers():
 
 # ---------------------------------------------------------------------- the loss
 
-W = jnp.array([1.0, 1.0, 0.0])
+W = np.array([1.0, 1.0, 0.0], np.float32)
 GIVEN = {
     "jnp": jnp,
     "PerExample": PerExample,
     "Loss": Loss,
-    "losses": jnp.array([1.0, 5.0, jnp.nan]),
-    "hits": jnp.array([True, False, True]),
-    "n": jnp.array([1.0, 3.0, 100.0]),
+    "losses": np.array([1.0, 5.0, np.nan], np.float32),
+    "hits": np.array([True, False, True]),
+    "n": np.array([1.0, 3.0, 100.0], np.float32),
     "w": W,
-    "model_size": jnp.array([0.25, 0.25]),
+    "model_size": np.array([0.25, 0.25], np.float32),
 }
-FINITE = {**GIVEN, "losses": jnp.array([1.0, 5.0, 1000.0])}
+FINITE = {**GIVEN, "losses": np.array([1.0, 5.0, 1000.0], np.float32)}
+
+
+def on_devices(given):
+    return {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+
+
 EXPECTED = [  # the loss, and the metrics
     (3.0, {}),
     (3.0, {"accuracy": 0.5}),
@@ -126,7 +132,7 @@ def test_each_form_of_a_loss_means_what_the_table_says(row, expected):
     code, _, filling = row
     for_you = filling == "left out for you"
     # Only the forms for each example are safe from a NaN in a row that does not count.
-    loss = as_loss(weighted(eval(code.strip("`"), GIVEN if for_you else FINITE), W))
+    loss = as_loss(weighted(eval(code.strip("`"), on_devices(GIVEN if for_you else FINITE)), W))
     assert float(loss.loss_sum / loss.num_targets) == pytest.approx(expected[0])
     assert {name: float(total / weight) for name, (total, weight) in loss.parts.items()} == pytest.approx(expected[1])
 

@@ -61,7 +61,7 @@ def plain_logits(folder, tokens, config):
     return np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(tokens))(state))
 
 
-TOKENS = jnp.asarray(np.random.default_rng(3).integers(2, 60, (2, 8)), jnp.int32)
+TOKENS = np.random.default_rng(3).integers(2, 60, (2, 8)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")

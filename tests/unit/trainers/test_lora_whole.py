@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -25,7 +24,7 @@ from trainers.trainer.beginnings import beginning
 NEW = 3
 LORA = {"rank": 2, "alpha": 8, "targets": ["query"], "whole": ["embed|unembed"], "new_tokens": NEW}
 CHANGES = {"lora": LORA, "max_num_steps": 2, "previews": {"prompts": []}, "mesh": {"data": 8}}
-TOKENS = jnp.asarray(np.random.default_rng(3).integers(2, 64 + NEW, (2, 8)), jnp.int32)
+TOKENS = np.random.default_rng(3).integers(2, 64 + NEW, (2, 8)).astype(np.int32)
 
 
 def table(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.unit.training import trainer
@@ -14,7 +14,7 @@ from trainers.loop import returned
 from trainers.loop.evaluator import IS_OBSERVED, observe_own
 from trainers.protocol import Loss
 
-LOSS = Loss(jnp.zeros(()), jnp.zeros(()))
+LOSS = Loss(np.zeros(()), np.zeros(()))
 
 
 def with_method(name, value):

@@ -16,7 +16,7 @@ from trainers.step import rng
 from trainers.step.loss import in_mode
 
 SIZES = {"vocab_size": 32, "width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 6)), jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 6)).astype(np.int32)
 
 
 def key_of(name):

@@ -17,7 +17,7 @@ from trainers.optim.optimizers import NAMES, build_grouped
 from trainers.optim.precision import check_averages, in_float32
 
 RATE, STEPS = 1e-3, 30
-PARAMS = {"w": jnp.linspace(-1, 1, 24).reshape(4, 6).astype(jnp.bfloat16), "b": jnp.ones(6, jnp.bfloat16)}
+PARAMS = {"w": np.linspace(-1, 1, 24).reshape(4, 6).astype(jnp.bfloat16), "b": np.ones(6, jnp.bfloat16)}
 
 
 def optimizer(name="adamw", groups=(), **settings):

@@ -153,10 +153,11 @@ def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
     [
         ((1, 2), "configure_functions returned tuple: expected a trainers.protocol.TrainerConfigureFunctionOutput"),
         (TrainerConfigureFunctionOutput(None), "returned no train_step_fn"),
-        (TrainerConfigureFunctionOutput(min, mesh=make_mesh(MeshConfig(), jax.devices()[:1])), "a mesh of its own"),
+        (lambda: TrainerConfigureFunctionOutput(min, mesh=make_mesh(MeshConfig(), jax.devices()[:1])), "a mesh of its own"),
     ],
 )
 def test_what_are_no_functions_is_refused(tmp_path, returned, problem):
+    returned = returned() if callable(returned) else returned
     made = trainer(tmp_path, cls=type("Returns", (OnlyTheStep,), {"returned": returned}), **PLAIN)
     with pytest.raises(UsageError, match=problem):
         assemble(made)

@@ -16,11 +16,11 @@ from trainers.optim.parameter_kinds import ParameterKind
 from trainers.step.kept_update import kept_update
 
 PARAMS = {
-    "layers": {"up": jnp.linspace(-1, 1, 48).reshape(2, 4, 6), "norm": jnp.ones((2, 4))},
-    "embed": jnp.linspace(1, 2, 20).reshape(5, 4),
+    "layers": {"up": np.linspace(-1, 1, 48, dtype=np.float32).reshape(2, 4, 6), "norm": np.ones((2, 4), np.float32)},
+    "embed": np.linspace(1, 2, 20, dtype=np.float32).reshape(5, 4),
 }
 KINDS = {"layers.norm": ParameterKind((-1,), "vector"), "embed": ParameterKind((-2, -1), "table")}
-GRADIENTS = jax.tree.map(lambda leaf: jnp.sin(7 * leaf), PARAMS)
+GRADIENTS = jax.tree.map(lambda leaf: np.sin(7 * leaf), PARAMS)
 
 
 def begun(optimizer):

@@ -48,7 +48,7 @@ def test_anything_else_is_an_error_that_says_what_is_expected(returned, problem)
         as_loss(returned)
 
 
-WEIGHT = jnp.array([1.0, 2.0, 0.0])
+WEIGHT = np.array([1.0, 2.0, 0.0], np.float32)
 
 
 @pytest.mark.parametrize("garbage", [7.0, jnp.nan, jnp.inf])
@@ -145,13 +145,13 @@ def test_single_examples_may_be_terms_of_a_dict_and_keep_their_metrics():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (jnp.ones((3, 2)), r"losses \[3, 2\]: expected \[3\], a number for each example"),
-        (PerExample(jnp.ones(3), {"hits": jnp.ones(())}), r"hits \[\]: expected \[3\]"),
+        (lambda: jnp.ones((3, 2)), r"losses \[3, 2\]: expected \[3\], a number for each example"),
+        (lambda: PerExample(jnp.ones(3), {"hits": jnp.ones(())}), r"hits \[\]: expected \[3\]"),
     ],
 )
 def test_what_is_no_number_for_each_example_is_an_error(value, problem):
     with pytest.raises(UsageError, match=problem):
-        weighted(value, WEIGHT)
+        weighted(value(), WEIGHT)
 
 
 class TableOfExamples(TableTask):
