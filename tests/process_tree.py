@@ -39,7 +39,9 @@ class Process:
     collected_s: float = 0.0
     """Seconds of ended children that this process has waited for, and of theirs."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Seconds of ended children by kind, as they were seen last."""
+    """Seconds of ended children by kind, and of theirs, as they were seen last."""
+    known_s: float = 0.0
+    """Which of the collected seconds those of ended children are."""
     children: dict[int, Process] = field(default_factory=dict)
     alive: bool = True
 
@@ -89,14 +91,16 @@ class ProcessTree:
     def _seconds_of(self, process: Process) -> Counter[str]:
         seconds = Counter({process.kind: process.own_s})
         seconds.update(process.ended)
-        # What has come and gone between two looks is known by its parent alone.
-        unseen = process.collected_s - process.ended.total()
         for child in process.children.values():
-            of_child = self._seconds_of(child)
-            seconds.update(of_child)
-            unseen -= 0.0 if child.alive else of_child.total()
-        seconds[OTHERS] += max(0.0, unseen)
+            seconds.update(self._seconds_of(child))
+        seconds[OTHERS] += unseen_s(process)
         return seconds
+
+
+def unseen_s(process: Process) -> float:
+    """Returns the seconds of what has come and gone between two looks: its parent alone knows them."""
+    left = sum(child.own_s + child.collected_s for child in process.children.values() if not child.alive)
+    return max(0.0, process.collected_s - process.known_s - left)
 
 
 def _fold(process: Process) -> None:
@@ -106,7 +110,8 @@ def _fold(process: Process) -> None:
         if not child.alive and not child.children:
             process.ended[child.kind] += child.own_s
             process.ended.update(child.ended)
-            process.ended[OTHERS] += max(0.0, child.collected_s - child.ended.total())
+            process.ended[OTHERS] += unseen_s(child)
+            process.known_s += child.own_s + child.collected_s
             del process.children[pid]
 
 
@@ -146,7 +151,7 @@ class Meter:
         self._tree = ProcessTree()
         self._wanted = threading.Event()
         self._last: Counter[str] = Counter()
-        self._of_children = (0.0, 0.0)
+        self._of_children = os.times()[2:4]
         sys.addaudithook(self._notice)
         threading.Thread(target=self._look_again, name="ledger", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""What a change can reach: the files of tests whose programs read one of the files that have changed.
+"""What a change can reach: the files of tests that read one of the files that have changed, and the whole jobs that are about it.
 
 `python -m tests.reach [FILE ...]` prints them for these files, or for what has changed since the commit that `tests/proved.toml`
 names: the last one at which all tests passed. A fifth of the files that a change cannot reach is run with it, in turns.
@@ -75,7 +75,9 @@ def _reaches(test: str, file: str) -> bool:
         return False
     if file in EVERYTHING:
         return True
-    read = closure(test)
+    read, wings = closure(test), wings_of(test)
+    if wings and file.startswith(PRODUCT):
+        return any(file == wing or file.startswith(f"{wing}/") for wing in wings)
     if file.endswith(".py"):
         # A deleted file was imported by what has changed with it. One that nobody imports is a program, named somewhere.
         return file in read or (not is_code(file) and names(read, file))
@@ -91,6 +93,16 @@ def names(read: frozenset[str], file: str) -> bool:
     path = Path(file)
     words = [path.name, *(f"{parent}" for parent in path.parents if str(parent) != ".")]
     return any(word in text_of(reader) for reader in read if reader.startswith("tests/") for word in words)
+
+
+@functools.cache
+def wings_of(test: str) -> tuple[str, ...]:
+    """Returns the parts of the product that a file of whole jobs is about: its `WINGS`. A job runs nearly all of the product, but
+    what else it runs has tests of its own."""
+    for node in ast.parse(text_of(test)).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "WINGS":
+            return tuple(ast.literal_eval(node.value))
+    return ()
 
 
 @functools.cache

@@ -25,6 +25,8 @@ from trainers.checkpoint import layout, manifest, standing
 from trainers.storage.opening import place_of
 from trainers.storage.row import KIND, Row
 
+WINGS = ("trainers/storage", "trainers/checkpoint", "orchestrator/run_state")
+
 TINY = str(ROOT / "configs" / "tiny.yaml")
 STEPS = 60
 pytestmark = [pytest.mark.slow("trains whole jobs")]

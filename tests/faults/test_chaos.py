@@ -13,6 +13,8 @@ from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.testbed import resources
 from tests import ROOT
 
+WINGS = ("orchestrator/faultlab", "orchestrator/driver", "orchestrator/policies", "orchestrator/failures", "cluster/agent")
+
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 

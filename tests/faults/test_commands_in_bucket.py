@@ -19,6 +19,8 @@ from tests.stores.contract import buckets
 from trainers.checkpoint import standing
 from trainers.storage.opening import place_of
 
+WINGS = ("orchestrator/runs", "orchestrator/report", "trainers/storage", "trainers/commands")
+
 TINY = str(ROOT / "configs" / "tiny.yaml")
 pytestmark = [pytest.mark.slow("trains two jobs")]
 

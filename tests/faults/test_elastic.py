@@ -15,6 +15,8 @@ from tests.ray.machines import own_ray
 from tests.stores.contract import buckets
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
+WINGS = ("orchestrator/driver", "orchestrator/policies", "cluster/gang", "trainers/checkpoint")
+
 pytestmark = pytest.mark.slow("trains while hosts come and go")
 
 

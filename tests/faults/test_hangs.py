@@ -13,6 +13,8 @@ from tests.ray.jobs import run_job, settings
 from tests.ray.machines import own_ray
 from tests.strikes import Folder, Striking, step
 
+WINGS = ("orchestrator/failures", "orchestrator/driver", "cluster/agent", "trainers/diagnostics")
+
 pytestmark = pytest.mark.slow("waits for the limits of a hang")
 
 LIMIT_S = 3.0

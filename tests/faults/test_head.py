@@ -14,6 +14,8 @@ from orchestrator.faultlab.testbed.local_cluster import local_cluster
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 
+WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/launching.py")
+
 pytestmark = pytest.mark.slow("starts two clusters")
 
 SETTINGS = ("hosts.count=1", "publish_every_steps=5", "checkpoint.save_steps=10", "previews=null", "tracking.mlflow=false")

@@ -15,6 +15,8 @@ from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.strikes import Folder
 
+WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/launching.py", "trainers/loop", "trainers/worker.py")
+
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 

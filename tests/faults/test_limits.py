@@ -11,6 +11,8 @@ from tests.ray.jobs import run_job, settings
 from tests.ray.machines import own_ray
 from tests.strikes import Folder, Striking, checkpoint
 
+WINGS = ("orchestrator/driver", "orchestrator/policies", "cluster/agent", "trainers/runtime")
+
 pytestmark = pytest.mark.slow("waits for the limits of a run")
 
 LIMIT_S = 20.0

@@ -12,6 +12,8 @@ from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint
 
+WINGS = ("cluster/agent", "cluster/placement", "cluster/gang", "orchestrator/driver")
+
 pytestmark = pytest.mark.slow("trains on several Ray nodes")
 
 HOSTS = {"count": 2, "spread": True, "cpus_per_host": 1}

@@ -27,6 +27,8 @@ from tests.stores.contract import buckets
 from trainers.storage import documents
 from trainers.storage.opening import place_of
 
+WINGS = ("orchestrator/tracking", "trainers/pyfunc.py", "trainers/recorders")
+
 
 @pytest.fixture
 def run_dir(tmp_path):

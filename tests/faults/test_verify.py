@@ -10,6 +10,8 @@ import yaml
 from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
 
+WINGS = ("orchestrator/faultlab", "orchestrator/verify.py", "trainers/checkpoint", "trainers/loop")
+
 pytestmark = pytest.mark.slow("trains each program several times")
 
 STEPS = 16

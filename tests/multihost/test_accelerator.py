@@ -11,6 +11,8 @@ import pytest
 from benchmarks.accelerator import DONE, FAILED, OUT_OF_MEMORY, TIMED_OUT, in_child
 from tests import ROOT
 
+WINGS = ("benchmarks",)
+
 SCRIPT = "import pathlib, subprocess, sys, time; folder = pathlib.Path({folder!r}); "
 
 

@@ -10,6 +10,8 @@ from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("trainers/loop", "trainers/step", "trainers/diagnostics")
+
 PLAIN, TROUBLED = "trainers.base:BaseTrainer", "tests.programs.troubled:"
 COMPARED = ("params_digest", "samples_digest", "skipped_batches", "steps", "batches", "lineage")
 

@@ -10,6 +10,8 @@ from tests.multihost import harness
 from tests.multihost.resizing import killed_and_resized, resized
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/parallel", "trainers/models", "trainers/checkpoint")
+
 STEPS = 6
 CUT_AT = (3, 5)
 MODEL = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16, "context_attention": "ring"}

@@ -16,6 +16,8 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint import assets, layout, manifest
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/checkpoint", "trainers/loop")
+
 HERE = "tests.multihost.test_checkpoints"
 
 

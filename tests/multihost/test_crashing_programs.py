@@ -13,6 +13,8 @@ import pytest
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("trainers/runtime",)
+
 
 def start(folder, *when):
     """(exit status, what it printed)"""

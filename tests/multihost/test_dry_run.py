@@ -9,6 +9,8 @@ import pytest
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("orchestrator/planning", "trainers/planning", "orchestrator/run.py")
+
 SMALL = "{vocab_size: 256, width: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, mlp_width: 48}"
 
 

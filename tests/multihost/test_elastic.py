@@ -11,6 +11,8 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_hosts import arguments
 
+WINGS = ("trainers/checkpoint", "trainers/loop", "trainers/runtime")
+
 
 def stretch(batch_index, hosts):
     mesh = {"data": hosts, "fsdp": 1, "expert": 1, "tensor": 1}

@@ -9,6 +9,8 @@ from tests.multihost import harness
 from tests.multihost.resizing import killed_and_resized, resized
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/models", "trainers/parallel")
+
 STEPS = 6
 CUT_AT = (3, 5)
 

@@ -12,6 +12,8 @@ from tests.programs.mistaken import mistake
 from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/runtime", "trainers/loop", "trainers/parallel", "trainers/worker.py")
+
 
 def arguments(tmp_path, **changes):
     base = {

@@ -11,6 +11,8 @@ from tests.multihost.test_init_from import waiting
 from trainers.checkpoint import manifest
 from trainers.tasks.causal_lm import CausalLMTask
 
+WINGS = ("trainers/models", "trainers/checkpoint", "trainers/trainer")
+
 HERE = "tests.multihost.test_lora"
 BASE = str(ROOT / "tests" / "unit" / "data" / "parity" / "llama3")
 

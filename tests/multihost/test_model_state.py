@@ -10,6 +10,8 @@ from tests.multihost.resizing import killed_and_resized, resized
 from tests.programs import normed
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/step", "trainers/checkpoint")
+
 STEPS = 9
 CUT_AT = (3, 6)
 

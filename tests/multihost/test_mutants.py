@@ -11,6 +11,8 @@ import pytest
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("benchmarks",)
+
 MODULE = """
 def is_more(a, b):
     return a > b

@@ -14,6 +14,8 @@ from tests.multihost import harness
 from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/data",)
+
 STEPS = 40
 WORDS = ("the", "gang", "trains", "on", "hosts", "that", "come", "and", "go", "no", "token", "is", "lost", "or", "seen", "twice")
 

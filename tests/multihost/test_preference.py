@@ -8,6 +8,8 @@ from tests.multihost import harness
 from tests.multihost.test_lora import BASE, settings
 from tests.programs import short_pairs
 
+WINGS = ("trainers/tasks", "trainers/data")
+
 CHANGES = {
     "task": "trainers.tasks.preference:PreferenceTask",
     "data": {"sequence_length": 8, "dataset": "tests.programs.preferences:datasets"},

@@ -8,6 +8,8 @@ import pytest
 from tests.multihost import harness
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/loop", "trainers/trainer")
+
 
 def run(folder, *, hosts=2, start=harness.run, **how):
     settings = {

@@ -7,6 +7,8 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_hosts import arguments
 
+WINGS = ("trainers/evaluation", "trainers/diagnostics")
+
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):

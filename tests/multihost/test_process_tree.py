@@ -15,7 +15,7 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 PARENT = """
 import signal, subprocess, sys, time
 if {ignores}:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as Ray's raylet does: the kernel forgets what its children have used
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", {burn!r}])
 print("started", flush=True)
 while child.poll() is None:
@@ -26,6 +26,7 @@ input()
 
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_child_of_a_child_counts_whether_its_parent_collects_it_or_not(ignores):
+    """Ray's raylet does not, and the kernel forgets what its children have used."""
     program = PARENT.format(ignores=ignores, burn=BURN.format(seconds=0.5))
     tree, seen = ProcessTree(), []
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -6,6 +6,8 @@ import pytest
 
 from tests import site
 
+WINGS = ("docs", "orchestrator/gangway.py")
+
 pytestmark = pytest.mark.slow("builds the whole site")
 
 

@@ -13,6 +13,8 @@ from tests.strikes import Folder
 from trainers.config import CheckpointConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 
+WINGS = ("trainers/data",)
+
 
 def arguments(tmp_path, dataset):
     return from_dict(

@@ -11,6 +11,8 @@ from tests.programs import ragged
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.step.state import initial_parameters
 
+WINGS = ("trainers/step", "trainers/tasks")
+
 TASK = "Terms"
 
 

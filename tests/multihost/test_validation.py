@@ -16,6 +16,8 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_model
 from trainers.step.state import initial_parameters
 
+WINGS = ("trainers/evaluation", "trainers/metrics")
+
 STOPPER = "tests.programs.stoppers:host0_at_step_four"
 
 

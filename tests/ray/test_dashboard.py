@@ -24,6 +24,8 @@ from cluster.agent import machine
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("orchestrator/driver", "orchestrator/reporting", "cluster/gang", "cluster/agent")
+
 PROMETHEUS = ROOT / "build" / "prometheus" / "usr" / "bin" / "prometheus"
 pytestmark = [
     pytest.mark.slow("trains while a Prometheus looks on"),

@@ -18,6 +18,8 @@ from trainers.base import BaseTrainer
 from trainers.config.arguments import load_object
 from trainers.protocol import TrainerProtocol
 
+WINGS = ("examples", "trainers/tasks", "trainers/trainer", "trainers/commands", "orchestrator/driver")
+
 EQUAL = ("params_digest", "samples_digest", "samples", "eval_loss")
 """What a run that was killed has in common with one that was not: all bits of the model, and the samples."""
 PROGRAMS = ("regression",)

@@ -26,6 +26,8 @@ from tests.programs.processes import PATIENCE_S, is_gone, wait_until
 from tests.ray.machines import everything_is_free, own_ray
 from trainers.config.arguments import TrainingArguments
 
+WINGS = ("cluster",)
+
 CPUS = 4
 MODULE = "tests.programs.echo_worker"
 

@@ -19,6 +19,8 @@ from packaging.version import Version
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("orchestrator/init.py", "orchestrator/gangway.py", "trainers/library.py")
+
 pytestmark = pytest.mark.slow("installs the project")
 
 SOURCES = ("trainers", "cluster", "orchestrator", "configs", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")

@@ -14,6 +14,8 @@ from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from tests.ray.machines import own_ray
 from trainers.protocol import TrainerProtocol
 
+WINGS = ("orchestrator/driver", "orchestrator/failures", "cluster/agent", "trainers/worker.py", "trainers/runtime")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():

@@ -28,6 +28,8 @@ from tests.programs.processes import PATIENCE_S
 from tests.unit.documents import blocks_of
 from tests.unit.orchestrator.deploy.test_scripts import programs
 
+WINGS = ("orchestrator/deploy", "cluster/hosts", "cluster/placement", "orchestrator/driver/ray_cluster.py")
+
 NO_NETWORK = why_no_network()
 pytestmark = [
     pytest.mark.slow("starts a Ray of two nodes, and two runs on it"),

@@ -11,6 +11,8 @@ from tests.ray.machines import own_ray
 from tests.strikes import Folder
 from trainers.checkpoint import manifest
 
+WINGS = ("orchestrator/library.py", "trainers/library.py", "trainers/callbacks", "trainers/evaluation")
+
 FOLDER = ROOT / "examples" / "migrated"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 

@@ -12,6 +12,8 @@ from orchestrator.launching import exit_status
 from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
 
+WINGS = ("cluster/agent", "orchestrator/failures", "orchestrator/shipped")
+
 pytestmark = pytest.mark.slow("starts Ray nodes")
 
 WITHOUT = """

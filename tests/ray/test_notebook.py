@@ -12,6 +12,8 @@ import pytest
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = ("examples", "orchestrator/library.py", "trainers/library.py", "trainers/console")
+
 """It takes one minute on two idle cores."""
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 

@@ -19,6 +19,8 @@ from orchestrator.run_state.launch import read_gang
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 
+WINGS = ("orchestrator/driver/ray_cluster.py", "orchestrator/launching.py", "orchestrator/run.py")
+
 pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
 ENTER = """

@@ -17,6 +17,8 @@ from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from tests.ray.machines import own_ray
 from trainers.recorders.jsonl import read
 
+WINGS = ("orchestrator/profile.py", "trainers/diagnostics")
+
 pytestmark = [pytest.mark.slow("traces a running job")]
 OF_HOST_1 = "system/host-1/host_cpu_percent"
 

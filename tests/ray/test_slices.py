@@ -15,6 +15,8 @@ from tests.programs.processes import wait_until
 from tests.ray import fake
 from tests.ray.machines import everything_is_free
 
+WINGS = ("cluster/placement", "cluster/hosts", "cluster/gang")
+
 MODULE = "tests.programs.echo_worker"
 LABELS = ("ray.io/tpu-slice-name", "ray.io/tpu-worker-id")
 

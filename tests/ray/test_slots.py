@@ -14,6 +14,8 @@ from cluster.placement.bundles import living_nodes
 from tests.programs.processes import PATIENCE_S, wait_until
 from tests.ray import fake
 
+WINGS = ("cluster/gang", "cluster/placement")
+
 pytestmark = pytest.mark.slow("starts Ray nodes")
 
 MODULE = "tests.programs.echo_worker"

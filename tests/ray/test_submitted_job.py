@@ -20,6 +20,13 @@ from orchestrator.tracking import prometheus
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
+WINGS = (
+    "orchestrator/run.py",
+    "orchestrator/launching.py",
+    "orchestrator/driver/ray_train.py",
+    "orchestrator/driver/ray_cluster.py",
+)
+
 pytestmark = pytest.mark.slow("submits a job to a Ray with its dashboard")
 
 EXPORT_OFTEN = {"metrics_report_interval_ms": 1000}

@@ -10,6 +10,8 @@ from cluster.hosts.config import HostsConfig
 from tests.ray import fake
 from tests.ray.jobs import run_job, settings
 
+WINGS = ("cluster/hosts", "cluster/placement", "cluster/gang", "orchestrator/driver")
+
 pytestmark = pytest.mark.slow("trains on several Ray nodes")
 
 SLICE = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}

@@ -1,0 +1,83 @@
+"""A change runs the slow tests that it can reach, and five changes in a row run all of them."""
+
+import re
+
+import pytest
+
+from tests import ROOT, reach, run
+
+SLOW = [file for file in reach.test_files() if re.search(r"pytest\.mark\.slow\(", reach.text_of(file))]
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("orchestrator/deploy/secrets.py", "tests/unit/orchestrator/deploy/test_kubernetes.py"),
+        ("trainers/step/train_step.py", "tests/unit/trainers/step/test_loss.py"),  # through trainers.base
+        ("trainers/tasks/reward.py", "tests/unit/trainers/tasks/test_scoring.py"),  # named by a text
+        ("tests/unit/training.py", "tests/unit/trainers/step/test_adapted.py"),
+        ("tests/conftest.py", "tests/unit/trainers/step/test_adapted.py"),
+        ("tests/multihost/conftest.py", "tests/multihost/test_hosts.py"),
+        ("requirements.lock", "tests/faults/test_chaos.py"),
+        ("configs/tiny.yaml", "tests/faults/test_kills.py"),
+        ("orchestrator/tracking/mlflow_shipper.py", "tests/faults/test_tracking.py"),  # a wing that it names
+        ("tests/programs/tiny.py", "tests/faults/test_limits.py"),
+    ],
+)
+def test_what_a_change_can_reach(file, test):
+    assert (ROOT / file).exists()
+    assert (ROOT / test).exists()
+    assert reach.reaches(test, [file])
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("orchestrator/deploy/secrets.py", "tests/unit/trainers/step/test_loss.py"),
+        ("trainers/tasks/reward.py", "tests/faults/test_kills.py"),  # a whole job, about something else
+        ("tests/unit/trainers/step/test_loss.py", "tests/unit/trainers/step/test_adapted.py"),
+        ("tests/ray/conftest.py", "tests/multihost/test_hosts.py"),
+        ("README.md", "tests/multihost/test_hosts.py"),
+        ("tests/costs.json", "tests/faults/test_chaos.py"),
+    ],
+)
+def test_what_it_cannot_reach(file, test):
+    assert (ROOT / file).exists()
+    assert not reach.reaches(test, [file])
+
+
+def test_five_changes_in_a_row_run_all_slow_tests_whatever_they_change():
+    turns = [reach.chosen(["LICENSE"], turn) for turn in range(reach.TURNS)]
+    assert sorted(file for turn in turns for file in turn) == reach.test_files()
+
+
+def test_a_change_that_nobody_knows_runs_everything():
+    assert reach.chosen(None) == reach.test_files()
+
+
+def test_each_file_of_whole_jobs_names_the_wings_that_it_is_about():
+    wrong = []
+    for file in SLOW:
+        wings = reach.wings_of(file)
+        if not wings and not file.startswith("tests/unit/"):
+            wrong.append(
+                f"{file} has slow tests of whole jobs or hosts: name the wings of the product that they are about, WINGS = (...)"
+            )
+        wrong += [f"{file}: WINGS has {wing}, which is not there" for wing in wings if not (ROOT / wing).exists()]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "alone"),
+    [(["docs/how_to.md", "README.md"], True), (["docs/how_to.md", "trainers/base.py"], False), ([], False), (None, False)],
+)
+def test_a_change_of_documents_alone_runs_the_tests_of_documents(changed, alone):
+    assert reach.documents_alone(changed) == alone
+    chosen = run.selected(["test", "changed"], changed) if alone else ()
+    assert ("tests/unit/test_code_blocks.py" in chosen) == alone
+    assert "tests/unit/trainers/test_base.py" not in chosen
+
+
+def test_the_dotted_name_of_a_function_leads_to_its_module():
+    assert "trainers/commands/run.py" in reach.files_of("trainers.commands.run.train")
+    assert reach.files_of("os.path") == ()
