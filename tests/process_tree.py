@@ -59,7 +59,8 @@ class ProcessTree:
 
     def __init__(self, root: int | None = None):
         self._pid = root or os.getpid()
-        self._root = Process(stats_of(self._pid).start, None, OWN)
+        stat = stats_of(self._pid)
+        self._root = Process(stat.start, None, OWN, known_s=stat.collected_s)  # from now on
         self._alive: dict[int, Process] = {self._pid: self._root}
         self._lock = threading.Lock()
 

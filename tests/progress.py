@@ -12,6 +12,7 @@ from tests import costs
 
 MARKERS = {
     "slow(why)": "is left to `make test-changed` and `make test-all`: why a cheaper test in `make test` is enough there",
+    "sampled(number)": "so many of the cases are run in `make test`, spread over all of them; the others are slow",
 }
 
 
@@ -26,7 +27,9 @@ class Progress:
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: Counter[str] = Counter()
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_all_but_a_sample(items)
         for item in items:
             for marker in item.iter_markers("slow"):
                 if len(marker.args) != 1 or not str(marker.args[0]).strip():
@@ -84,6 +87,19 @@ class Progress:
         reporter.ensure_newline()
         failed = self._outcomes[file]["failed"] > 0
         reporter.line(f"{ended:4}/{self._total} {file}: {told}, {self._seconds[file]:.1f} s", red=failed)
+
+
+def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in cases.values():
+        (number,) = of_one_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {round(index * (len(of_one_test) - 1) / max(1, number - 1)) for index in range(number)}
+        for index, item in enumerate(of_one_test):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow("another case of the same test is run in `make test`"))
 
 
 def file_of(item: pytest.Item) -> str:

@@ -61,6 +61,7 @@ def inflict(damage: str, path: Path, dice: random.Random) -> str:
     return f"flipped {bit:#x} in byte {at} of {len(content)} of {path.name}"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_never_restored_as_something_else(saved, tmp_path, damage, victim):
@@ -79,6 +80,7 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(saved, tmp_pat
             assert restored.skipped[0]["why"], done
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("victim", ["arrays", "orbax metadata", "meta"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_nor_is_one_that_has_no_manifest_to_tell(saved, tmp_path, damage, victim):

@@ -57,6 +57,7 @@ def test_a_rollback_outlives_its_processes(tmp_path, ordered):
     assert again[0].of("anomaly") == []
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_host_that_skips_a_step_is_found_at_once_and_named(tmp_path):
     """Host 0 tells what it heard from all; the other may die of its end before it can tell anything."""
     hosts = run(tmp_path, TROUBLED + "SkipsAStep", start=harness.start)

@@ -102,6 +102,7 @@ def test_damage_that_one_host_finds_makes_both_take_the_older(trained, tmp_path)
         assert event["skipped"][0]["why"].endswith("is missing")
 
 
+@pytest.mark.slow("starts hosts twice")
 def test_arrays_that_one_host_cannot_read_make_both_take_the_older(trained, tmp_path):
     for event in go_on(trained, tmp_path, task=f"{HERE}:UnreadableOnHost1"):
         assert event["step"] == 3

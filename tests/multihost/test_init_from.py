@@ -35,6 +35,7 @@ def digest(hosts):
     return harness.result(hosts[0])["params_digest"]
 
 
+@pytest.mark.slow("starts hosts three times; one process shows the same in test_init_from.py of the loop")
 def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits(source, tmp_path):
     whole = trained(tmp_path / "whole", str(source))
     notes = [[event["message"] for event in host.of("note") if "init_from" in event["message"]] for host in whole]

@@ -45,6 +45,7 @@ def test_where_the_data_of_one_host_ends_training_ends_on_all_with_the_same_samp
     assert losses(two[0]).keys() == losses(one).keys()
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_the_wait_for_data_is_that_of_the_slowest_host(tmp_path):
     made = dataclasses.replace(arguments(tmp_path, "slow_elsewhere"), max_num_steps=12)
     hosts = run(made, tmp_path / "two", hosts=2, devices_per_host=1)

@@ -70,6 +70,7 @@ class SeesItsOwn(BaseTrainer):
         return state, {**metrics, "view": step if jax.process_index() == 0 else -step}
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_metric_that_differs_between_hosts_scores_as_host_0_sees_it(tmp_path):
     score = {"metrics": ["eval_view"], "lower_better": False}
     evaluation = {"every_steps": 1, "score": score}

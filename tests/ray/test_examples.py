@@ -44,6 +44,7 @@ def hosts(run_dir):
     return len(list((run_dir / "logs").iterdir()))
 
 
+@pytest.mark.slow("a whole job; test_jobs.py has one that is restarted")
 def test_a_trainer_that_inherits_nothing_trains_on_two_hosts(tmp_path):
     trainer = load_object(load(EXAMPLES["custom_trainer"]).training.trainer)
     assert trainer.__mro__ == (trainer, object)

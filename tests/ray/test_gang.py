@@ -190,6 +190,7 @@ def test_a_spare_that_dies_gets_a_new_agent_by_itself(take):
     assert wait_until(lambda: spare in gang.refresh() and spare.description["pid"] != old)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_an_agent_that_dies_before_it_has_answered_is_replaced(take):
     """As one does that was asked for on a machine of which Ray did not know yet that it is gone."""
     gang = take(count=1, spares=1)
@@ -205,6 +206,7 @@ def test_an_agent_that_dies_before_it_has_answered_is_replaced(take):
     assert spare.name != stillborn
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_gang_begins_with_the_hosts_that_there_are(take):
     gang = take(min=2, max=CPUS + 2, wait_for_max_s=5)
     assert len(gang.members) == CPUS
@@ -214,6 +216,7 @@ def test_a_gang_begins_with_the_hosts_that_there_are(take):
     assert [each["generation"] for each in (event(gang, host, "joined") for host in range(CPUS))] == [0] * CPUS
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_gang_waits_no_longer_than_it_must_for_hosts_it_can_do_without(take):
     take("other", count=CPUS - 1)
     gang = take(min=1, max=2, wait_for_max_s=0.2)
@@ -226,6 +229,7 @@ def test_a_gang_that_lacks_its_minimum_says_so(take):
         take(min=CPUS + 2, max=CPUS + 4, timeout_s=0.5)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_missing_spares_hold_nothing_up(take):
     gang = take(count=CPUS, spares=1)
     start(gang)
@@ -249,12 +253,14 @@ def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(tak
     assert len(take(count=CPUS).members) == CPUS  # also: its name is free again
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_machines_in_use_are_reported_from_machines_that_are_missing(take):
     take("other", count=3)
     with pytest.raises(GangTimeout, match=r"CPU: 2 needed, the cluster has 4, 1 free: 1 missing.*in use, or ask for less"):
         take(count=2, timeout_s=0.5)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_gang_waits_for_machines_in_use(take):
     threading.Timer(1.0, take("other", count=3).release).start()
     assert len(take(count=3).members) == 3
@@ -383,6 +389,7 @@ def test_only_a_whole_gang_is_adopted(take, tmp_path):
         adopt(gang.config, "run", gang.record(), **again)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
     gang = take(count=1, spares=1)
     start(gang)
@@ -423,6 +430,7 @@ def test_a_driver_that_hangs_longer_than_the_lease_keeps_its_gang(take):
     assert [state(gang, slot)["pid"] for slot in gang.members] == pids
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
     """As agents do that leave when their leases have ended: the driver was stopped longer than that."""
     gang = take(count=2, spares=1)
@@ -491,6 +499,7 @@ def is_dead(actor):
     return False
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_an_agent_that_is_cut_off_leaves_the_others_alone(take):
     gang = take(count=2, lease_s=6)
     pids = start(gang)
@@ -503,6 +512,7 @@ def test_an_agent_that_is_cut_off_leaves_the_others_alone(take):
     assert placement_groups.living().keys() == seen
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     driver, about = hold(tmp_path, "left-behind", hosts={"count": 2, "spares": 1})
     driver.kill()

@@ -32,6 +32,7 @@ def test_a_trainer_that_only_implements_the_protocol_is_run_and_restarted(tmp_pa
     assert (tmp_path / "own" / "log").read_text().split() == [str(tmp_path / "own" / "4")] * 2
 
 
+@pytest.mark.slow("a whole job; what is decided is tested by simulation")
 def test_an_error_of_the_user_is_tried_twice_and_shown_once_with_its_traceback(tmp_path):
     board = Board()
     summary = run_job(settings(tmp_path, trainer="tests.programs.recorder:Stubborn"), board)

@@ -73,6 +73,7 @@ def test_the_arithmetic_of_slices_is_rays():
             assert pod_type(config) == ray_tpu.infer_tpu_pod_type_from_topology(topology, f"TPU-{accelerator.upper()}")
 
 
+@pytest.mark.slow("starts Ray nodes")
 def test_process_ids_follow_worker_ids_in_one_slice(take):
     gang = take(tpu())
     names = {name for name, _ in workers(gang)}
@@ -187,6 +188,7 @@ def test_slices_of_one_host(cluster, take):
         cluster[0].remove_node(node)
 
 
+@pytest.mark.slow("starts Ray nodes")
 def test_a_slice_that_has_lost_a_host_is_left_for_another(cluster, take):
     gang = take(tpu())
     (name, _), pids = workers(gang)[1], [about["pid"] for about in gang.descriptions]
@@ -263,6 +265,7 @@ def test_slots_without_a_slice_are_adopted_too(take, tmp_path):
     second.release()
 
 
+@pytest.mark.slow("starts Ray nodes")
 def test_groups_that_were_removed_are_asked_for_anew(take):
     """Agents that hear from no driver leave, and take the groups along; the driver was only away."""
     gang = take(tpu())
@@ -296,6 +299,7 @@ def ray_nodes(cluster):
     return cluster[0].list_all_nodes()
 
 
+@pytest.mark.slow("starts Ray nodes")
 def test_a_slice_that_has_lost_a_host_is_left_alone(cluster, take):
     """Last: the host does not come back."""
     labels = {"ray.io/tpu-slice-name": "slice-b", "ray.io/tpu-worker-id": "1"}  # its head is still there

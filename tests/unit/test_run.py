@@ -17,6 +17,7 @@ def test_it(pytestconfig):
 
 @pytest.mark.parametrize("num_workers", ["0", "2"])
 def test_a_failure_is_the_status_and_the_last_line(tmp_path, monkeypatch, capfd, num_workers):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     for name, holds in (("one", False), ("other", True)):
         (tmp_path / f"test_{name}.py").write_text(TEST.format(holds))
     results = {name: tmp_path / name for name in ("RESULTS", "RESULT", "SLOW_FILES")}

@@ -18,6 +18,7 @@ from tests import ROOT
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
+@pytest.mark.slow("compiles for other machines")
 def test_a_plan_for_other_machines(tmp_path, capsys):
     words = [TINY, f"storage={tmp_path}", "--on", "h100-2x2", "--price", "2", "--hours-between-failures", "10", "dtype=bfloat16"]
     assert plan.main([*words, "--json"]) == plan.EXIT_FITS

@@ -188,6 +188,7 @@ def test_what_is_configured_by_hand_is_there(tmp_path):
     assert loaders.configure_dataloaders() is loaders.dataloaders
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["exported", "run", "run/checkpoints/3"])
 def test_save_pretrained_can_be_trained_on(tmp_path, events, what):
     made = trainer(tmp_path, max_num_steps=3)

@@ -58,6 +58,7 @@ def chosen(events):
     return [note["message"] for note in of(events, "note") if note["message"].startswith("model.remat auto")]
 
 
+@pytest.mark.slow("compiles steps of several policies")
 def test_the_first_policy_with_room_is_chosen_and_a_restart_keeps_it_and_compiles_nothing(run, events, tmp_path, monkeypatch):
     train, needs, compiled = run
     with pytest.raises(OutOfMemoryError, match=r"the error was: model.remat = 'auto': no policy has room: full: .* \(of 1 B"):

@@ -84,6 +84,7 @@ def assert_goes_on(tmp_path, events, about, other):
         np.testing.assert_allclose([*found.values()], [expected[step] for step in found], rtol=1e-5)
 
 
+@pytest.mark.slow("trains on several meshes; the attention alone is tested in `make test`")
 def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2})
 

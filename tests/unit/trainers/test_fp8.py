@@ -102,6 +102,7 @@ def assert_near(found, expected, apart):
     assert 0 < shares.max() < apart
 
 
+@pytest.mark.slow("trains twice")
 def test_twenty_steps_have_nearly_the_losses_of_bfloat16(tmp_path, events, texts, monkeypatch):
     monkeypatch.setattr(peak_flops, "FP8_PEAKS", (("cpu", 1e12),))
     about = {"dtype": "bfloat16", "optimizer": ADAM, "max_num_steps": 20, "accumulation_steps": 1, "cls": OneDevice}
@@ -129,6 +130,7 @@ def assert_as_on_one_device(tmp_path, events, mesh, **changes):
     np.testing.assert_allclose(norms, norms_of_one, rtol=0.1)
 
 
+@pytest.mark.slow("trains on a mesh")
 def test_a_mesh_has_nearly_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"data": 2, "fsdp": 2, "tensor": 2})
 
@@ -161,6 +163,7 @@ def goes_on(tmp_path, events, **about):
     return whole, resumed
 
 
+@pytest.mark.slow("trains several times")
 def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path, events, texts):
     assert_equal(*goes_on(tmp_path, events, dtype="bfloat16", mesh={"data": 2, "fsdp": 2, "tensor": 2}))
 

@@ -79,6 +79,7 @@ def learnt(result):
     return float(result.model.slope[...]), float(result.model.offset[...])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "data",
     [

@@ -115,6 +115,7 @@ def test_the_first_adapters_depend_on_the_seed_and_the_name(trained):
     assert not any(np.any(value) for name, value in first.items() if name.endswith("_b"))
 
 
+@pytest.mark.slow("compiles two models")
 def test_merged_it_computes_the_same(trained, tmp_path):
     export.to_hugging_face(checkpoint(trained), tmp_path / "merged")
     merged = plain_logits(tmp_path / "merged", TOKENS, trained.arguments.model)
@@ -297,6 +298,7 @@ PEFT = ROOT / "tests" / "unit" / "data" / "peft"
 OF_PEFT = {"rank": 4, "alpha": 6, "targets": ["query|value|down"]}
 
 
+@pytest.mark.slow("trains")
 def test_a_run_begins_with_an_adapter_of_peft(tmp_path, events):
     """On a mesh; its logits are those that PEFT computes. What a run exports, another one begins with."""
     expected = load_file(PEFT / "llama3" / "expected.safetensors")

@@ -38,6 +38,7 @@ def trained(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow("trains")
 def test_the_tables_are_trained_and_saved_with_the_adapters(trained):
     names = {"embed", "unembed", "layers.query_lora_a", "layers.query_lora_b"}
     assert {*parameter_paths(trained.output.state.params)} == names

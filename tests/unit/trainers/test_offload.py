@@ -31,6 +31,7 @@ def assert_near(one, other):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("trains several times")
 def test_a_run_has_the_same_numbers_and_goes_on_bit_for_bit_also_with_the_key_changed(tmp_path, events, texts):
     about = {"mesh": MESH, "optimizer": ON_HOST, "checkpoint": {"save_steps": 4}}
     plain, expected, norms = trained(tmp_path / "plain", events, **{**about, "optimizer": ADAMW})

@@ -46,6 +46,7 @@ SMALL_STEPS = {"name": "sgd", "learning_rate": 0.01, "schedule": {"name": "const
 INTERLEAVED = {"schedule": "interleaved", "repeats": 2}
 
 
+@pytest.mark.slow("the other schedule is tested in `make test`")
 def test_ten_interleaved_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     mesh = {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2}
     assert_as_on_one_device(tmp_path, events, mesh, model=FOUR, pipeline=INTERLEAVED)
@@ -118,6 +119,7 @@ def test_an_interleaved_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes
     )
 
 
+@pytest.mark.slow("trains on several meshes")
 @pytest.mark.parametrize("there", [True, False], ids=["to other meshes", "from one of them"])
 def test_a_checkpoint_is_that_of_any_other_mesh_bit_for_bit(tmp_path, events, texts, there):
     about = {"model": FOUR, "accumulation_steps": 1, "max_num_steps": 1, "checkpoint": {"save_steps": 1}}
@@ -152,6 +154,7 @@ def test_each_stage_has_its_layers_alone(tmp_path):
     assert query.shard_shape((4, 16, 16)) == (2, 16, 16)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("asked", "expected"), [(None, 4), (2, 2), (1, 1)])
 def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, events, texts, monkeypatch, asked, expected):
     counts = []
@@ -165,6 +168,7 @@ def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, e
     assert counts[0] == expected
 
 
+@pytest.mark.slow("compiles a step for several devices")
 def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, monkeypatch):
     held, divided = [], pipeline._divided
 
@@ -178,6 +182,7 @@ def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, mo
     assert {axes[2:] for axes in held} == {("context",)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [({}, 4 + 3), ({"schedule": "interleaved"}, 2 * 4 + 3), ({"schedule": "interleaved", "repeats": 4}, 4 * 4 + 3)],

@@ -27,6 +27,7 @@ def registered(run, tmp_path_factory):  # noqa: F811
     return out
 
 
+@pytest.mark.slow("trains, and compiles a decoder")
 def test_a_language_model_continues_texts_as_the_run_does(run, registered, capsys):  # noqa: F811
     model = _load_pyfunc(str(registered / "model"))
     found = model.predict(["the gang", "a"], {"max_new_tokens": 6})
@@ -63,6 +64,7 @@ def test_what_a_language_model_is_given_and_asked():
         asked_for({"temprature": 1})
 
 
+@pytest.mark.slow("trains, and compiles a model")
 def test_a_classifier_tells_the_labels_of_texts(tmp_path):
     rows = [{"text": "aaaa", "label": "good"}, {"text": "zzzz", "label": "bad"}] * 16
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

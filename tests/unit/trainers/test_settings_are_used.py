@@ -165,6 +165,7 @@ def test_evaluation_reads_no_more_batches_than_it_may(tmp_path, events, max_batc
         assert made.evaluate(state)["loss"] == pytest.approx(means[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("batch_size", "num_batches"), [(None, 2), (8, 3), (5, 5), (21, 1)])
 def test_an_evaluation_has_batches_of_its_own_size_and_the_same_means(tmp_path, events, batch_size, num_batches):
     made = trainer(tmp_path, evaluation={"batch_size": batch_size}, **ONE_STEP)

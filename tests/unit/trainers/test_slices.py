@@ -15,6 +15,7 @@ from trainers.parallel import mesh as meshes
 __all__ = ["texts"]
 
 
+@pytest.mark.slow("trains on several meshes")
 def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2})
 

@@ -12,7 +12,7 @@ from tests.unit.fake_gang import World
 
 
 def some(values, each):
-    """Each so manieth value in `make test`, the others in `make test-slow`."""
+    """Each so manieth value in `make test`, the others in `make test-all`."""
     slow = pytest.mark.slow("one of many moments")
     return [pytest.param(value, marks=() if number % each == 0 else slow) for number, value in enumerate(values)]
 
@@ -121,6 +121,7 @@ def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
     assert 20.0 < gone_s - 4.0 < 30.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stall_s", [21.0, 90.0])
 @pytest.mark.parametrize("effect", some(range(60, 160, 9), each=4))
 def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
@@ -160,6 +161,7 @@ def test_storage_that_hangs_costs_no_step(world):
     assert launched.launch.progress.incidents[0].total_s < 2.0
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("effect", some([*range(1, 60, 3), *range(60, 140)], each=3))
 def test_a_driver_may_die_before_anything_it_does(effect):
     """Its successor takes the gang over, or clears it away; checkpoints can be committed again; nothing is trained twice."""

@@ -274,6 +274,7 @@ def test_the_examples_of_columns_are_their_rows():
 SHIPPED = sorted(path for folder in ("configs", "examples", "examples/migrated") for path in (ROOT / folder).glob("*.yaml"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_configuration_that_is_shipped_can_run(path, tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"  # a fresh one: ROOT may have runs, and these may lack the one that `init_from` names

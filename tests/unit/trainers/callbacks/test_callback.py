@@ -95,6 +95,7 @@ def test_what_a_callback_does_to_its_metrics_is_seen_by_nobody_else(tmp_path):
     assert made.output.metrics["train_loss"] > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("event", [event for event in EVENTS if event != "on_exception"])
 def test_an_error_in_a_callback_never_ends_training_as_a_success(tmp_path, event):
     def method(self, state, **had):

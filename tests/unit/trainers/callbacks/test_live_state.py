@@ -73,6 +73,7 @@ def test_they_are_those_of_the_present_step(tmp_path, mesh):
         assert_equal(params, expected[step])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("event", ELSEWHERE)
 def test_elsewhere_it_is_an_error(tmp_path, event):
     def method(self, state, **kwargs):

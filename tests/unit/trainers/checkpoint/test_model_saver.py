@@ -32,6 +32,7 @@ def models_in(tmp_path):
     return layout.steps(folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("limit", "models"),
     [(None, [3, 6, 9, 12]), (2, [9, 12]), (1, [12])],

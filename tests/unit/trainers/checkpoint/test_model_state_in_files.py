@@ -60,6 +60,7 @@ def test_a_model_alone_has_its_statistics_and_evaluates_as_the_whole_checkpoint_
         assert result.metrics == {name: evaluation(trained)[name] for name in result.metrics}
 
 
+@pytest.mark.slow("trains twice")
 def test_a_model_that_is_kept_of_an_old_checkpoint_has_its_statistics(tmp_path):
     made = trainer(tmp_path, checkpoint={"save_steps": 2, "save_total_limit": 1, **KEPT}, max_num_steps=4)
     made.train()

@@ -131,6 +131,7 @@ def test_a_text_ends_at_a_stop_text_or_a_stop_token(exported, capsys, tmp_path):
     assert (row["text"], row["finish"], row["num_tokens"]) == ("", "stop", 0)
 
 
+@pytest.mark.slow("compiles a decoder")
 def test_a_chat_goes_by_the_template_of_the_folder(exported, capsys, tmp_path):
     options = [exported, "--max-new-tokens", 5]
     said = rows(capsys, *options, "--chat", "--system", "be brief", "--prompt", "hi")[0]["text"]

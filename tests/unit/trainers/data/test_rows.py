@@ -93,6 +93,7 @@ def ragged(made):
     return Lengths(96, 0), Lengths(21, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
 def test_ragged_examples_are_transformed_cut_and_filled_up_in_training_and_evaluation(tmp_path, events, truncation):
     made = arguments(

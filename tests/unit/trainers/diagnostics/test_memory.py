@@ -63,6 +63,7 @@ def error_of(tmp_path, **changes):
     return raised.value
 
 
+@pytest.mark.slow("compiles a step")
 def test_a_step_that_does_not_fit_says_what_takes_the_room_and_what_to_change_first(tmp_path, monkeypatch):
     the_device_is_full(monkeypatch)
     error = error_of(tmp_path, **DIVIDED, mesh={"data": 4, "fsdp": 2}, global_batch_size=32)

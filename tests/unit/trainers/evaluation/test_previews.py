@@ -156,6 +156,7 @@ def normal(p):
     return np.asarray(p) / np.sum(p)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -37,6 +37,7 @@ def ordered(events, **orders):
     runtime.install(runtime.Runtime(events.append, **orders))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -57,6 +58,7 @@ def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_p
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_a_rollback_to_the_beginning_finds_what_was_given(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -135,6 +137,7 @@ class WholeState(BaseTrainer):
         return made._replace(state=dataclasses.replace(self.initial_state(), params=parameters(1)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", [OwnState, WholeState])
 def test_the_arrays_of_configure_model_are_the_beginning_also_of_a_second_training(tmp_path, events, cls):
     expected = trainer(tmp_path / "given", **NO_SAVES | {"max_num_steps": 2}).train(model_parameters=parameters(1))

@@ -52,6 +52,7 @@ def saved_and_finite(folder):
     return steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["nan_parameters", "infinite_moments"])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_out(tmp_path, events, optimizer, policy):
@@ -117,6 +118,7 @@ def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path,
     assert len(of(events, "saving")) == len(of(events, "saved")) + len(of(events, "save_failed"))
 
 
+@pytest.mark.slow("trains")
 def test_infinities_from_the_beginning_stay(tmp_path, events):
     first = trainer(tmp_path / "first", max_num_steps=1).train()
     params = {name: np.array(leaf) for name, leaf in first.params.items()}

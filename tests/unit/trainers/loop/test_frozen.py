@@ -78,6 +78,7 @@ def test_the_teacher_is_no_part_of_the_checkpoint_and_named_there(tmp_path, even
         assert not leaf.is_deleted()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["checkpoints/4", "4.safetensors"])
 def test_a_checkpoint_and_a_file_give_the_same_weights(tmp_path, events, teacher, what):
     made = distilled(tmp_path, {"path": str(teacher / what), "dtype": "bfloat16"}, max_num_steps=1)

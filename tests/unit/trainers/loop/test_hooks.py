@@ -152,6 +152,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hook", CALLS)
 def test_a_state_that_a_hook_returns_is_used_and_checkpointed(tmp_path, hook):
     made = trainer(
@@ -274,6 +275,7 @@ class Traced(BaseTrainer):
         return loss._replace(loss_sum=3 * loss.loss_sum, parts=parts)
 
 
+@pytest.mark.slow("trains several times")
 def test_preforward_and_postforward_are_around_the_loss(tmp_path):
     """One example in two, three times its loss: the same as the plain trainer with a third of the rate on those alone."""
     seen, plain_seen = Seen(), Seen()
@@ -339,6 +341,7 @@ def raising(name, error):
     return type("Raising", (BaseTrainer,), {name: hook})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -58,6 +58,7 @@ def begun(tmp_path, **settings):
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["", "checkpoints/8", "saved", "model.safetensors"])
 def test_parameters_come_from_a_run_a_checkpoint_or_a_file(tmp_path, events, source, what):
     run, params = source
@@ -86,6 +87,7 @@ def test_parameters_come_from_a_checkpoint_of_the_parameters_alone(tmp_path, eve
     assert_equal(old, begun(tmp_path / "c", init_from=str(tmp_path / "only")).first)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["checkpoints/8", "model.safetensors"])
 def test_parameters_are_cast_to_the_type_of_the_model(tmp_path, events, source, what):
     run, params = source

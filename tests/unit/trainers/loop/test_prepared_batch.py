@@ -72,6 +72,7 @@ def test_a_rollback_prepares_the_same_batches_again(tmp_path, events):
     assert_equal(state, skipping.train())
 
 
+@pytest.mark.slow("trains")
 def test_an_anomaly_of_a_prepared_batch_is_an_error(tmp_path):
     with pytest.raises(NonFiniteLossError):
         trainer(tmp_path, cls=NanAt7, anomalies={"non_finite": "raise"}, **STUDENT).train()

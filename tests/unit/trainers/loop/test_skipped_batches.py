@@ -105,6 +105,7 @@ def same(result, expected):
     return {name: result[name] for name in names} == {name: expected[name] for name in names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_nan_is_left_out_bit_for_bit_as_on_order(tmp_path, left_out, policy):
     state, result = left_out(6)
@@ -155,6 +156,7 @@ def test_checkpoints_of_the_trajectory_left_are_made_anew(tmp_path, left_out):
     assert of(told, "restored")[0] | {"t": 0} == {"t": 0, "ev": "restored", "step": 7, "skipped": []}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("skip_before", "restored"), [(2, 4), (3, None)])
 def test_a_process_that_dies_after_a_rollback_loses_none_of_it(tmp_path, left_out, skip_before, restored):
     """Before the next checkpoint: the file alone knows what to leave out."""
@@ -208,6 +210,7 @@ def test_an_interval_of_which_nothing_was_trained_on_has_no_loss(tmp_path, event
     assert sorted(losses(events)) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("callback", "anomalies", "error", "message"),
     [

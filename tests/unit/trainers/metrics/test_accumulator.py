@@ -65,6 +65,7 @@ def expected(batches, skipped=(), so_far=()):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_every_kind_over_micro_batches_steps_and_skipped_batches(tmp_path, events, accumulation_steps):
     runtime.install(runtime.Runtime(runtime.current().send, skip_batches=(4,)))
@@ -85,6 +86,7 @@ def test_totals_go_on_over_restarts_and_intervals_begin_anew(tmp_path, events):
     np.testing.assert_array_equal(resumed.sums["total_id"], whole.sums["total_id"])
 
 
+@pytest.mark.slow("compiles for several meshes")
 def test_the_number_of_devices_does_not_matter(tmp_path, events):
     kinds_trainer(tmp_path, cls=OneDevice, max_num_steps=3).train()
     assert published(events) == {3: expected(range(3))}

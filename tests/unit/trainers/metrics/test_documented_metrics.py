@@ -280,6 +280,7 @@ def test_the_time_of_a_step_is_that_between_completions_however_early_it_began()
     assert [metrics["step_time_s"] for _, metrics, *_ in told] == [10.0, 10.0, 8.0, 8.0]
 
 
+@pytest.mark.slow("trains")
 def test_the_scale_is_what_the_loss_is_multiplied_by_and_of_float16_only(tmp_path, events, run):
     half = "tests.unit.trainers.step.test_loss_scale:Half"
     trainer(tmp_path, task=half, dtype="float16", loss_scale={"initial": 64.0}, max_num_steps=1).train()

@@ -105,6 +105,7 @@ def test_one_array_is_a_pytree_too(tmp_path):
     assert {name: below.keys() for name, below in state.params.items()} == {"weights": {"value"}}
 
 
+@pytest.mark.slow("trains")
 def test_in_an_evaluation_a_linen_module_changes_nothing_and_drops_nothing_out():
     parts, _, _ = abstract_model(LinenTask(None), 0)
     model = parts.merge(*initial_model(LinenTask(None), 0))

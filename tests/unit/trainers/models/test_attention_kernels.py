@@ -82,11 +82,13 @@ def test_blocks_keep_no_scores_of_all_pairs():
     assert long < 6 * short
 
 
+@pytest.mark.slow("interprets a kernel")
 def test_the_kernel_of_tpus_gives_the_same_with_segments_a_window_and_a_soft_cap():
     settings = {"segments_BT": SEGMENTS, "window": WINDOW, "scale": 0.25, "softcap": SOFTCAP}
     assert_same(with_gradients(partial(splash, interpret=True), **settings), with_gradients(by_definition, **settings))
 
 
+@pytest.mark.slow("interprets a kernel")
 def test_the_kernel_of_tpus_divides_rows_and_heads_over_a_mesh():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     settings = {"segments_BT": SEGMENTS, "window": None, "scale": 0.25, "softcap": None}

@@ -77,6 +77,7 @@ def over_devices(exchange, sizes, *, segments, window, softcap, time=TIME, chose
     return jax.jit(meshes.tracing_for(mesh, partial(with_gradients, attention)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_devices_that_share_a_sequence_compute_the_attention_of_it(exchange):
     settings = {"segments": SEGMENTS, "window": WINDOW, "softcap": SOFTCAP}
@@ -122,6 +123,7 @@ def parts_of_keys(score, cuts, settings):
     return [whole.mixed_BTKGC.reshape(query.shape), of_query.reshape(query.shape), of_key, of_value]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cuts", [[(0, 48)], [(0, 17), (17, 48)], [(30, 48), (0, 30)]])
 def test_blocks_and_parts_of_the_keys_are_joined(cuts):
     """Blocks that divide neither queries nor keys, and others that see nothing."""

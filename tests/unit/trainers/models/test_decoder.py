@@ -144,6 +144,7 @@ def test_the_program_has_the_layers_one_by_one_or_as_a_loop(num_layers, loops):
     assert program.count("stablehlo.while") == loops
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
     out = np.asarray(logits(build(ModelConfig(width=64, num_layers=num_layers)), TOKENS))
@@ -168,6 +169,7 @@ def test_every_parameter_names_its_dimensions():
         assert len(leaf.get_metadata()["logical_axes"]) == leaf.ndim, leaf
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "setting", "value"),
     [
@@ -197,6 +199,7 @@ def test_a_setting_of_biases_adds_them(setting, names):
     assert found - set(weights(build())["layers"]) == {f"{name}_bias" for name in names.split()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("setting", "value"), [("global_every", 2), ("local_rope_theta", 10.0)])
 def test_a_setting_of_layers_with_a_window_changes_the_logits(setting, value):
     usual = dataclasses.replace(CONFIG, family="gemma3", window=3)
@@ -240,6 +243,7 @@ def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_setting
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
     own = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}

@@ -139,6 +139,7 @@ def test_a_stop_token_ends_its_row_alone_and_the_last_one_ends_all():
     assert progress.num_B.tolist() == [1, second.index(second[1]) + 1]
 
 
+@pytest.mark.slow("compiles a decoder")
 def test_rows_without_a_prompt_are_done():
     model = model_of("all layers see all")
     assert generate(model, [[], [1, 2]])[0] == []

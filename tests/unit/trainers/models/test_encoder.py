@@ -64,6 +64,7 @@ def test_a_setting_without_parameters_changes_the_result(changes):
     assert np.abs(logits[0] - logits[1]).max() > 1e-5
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_what_is_computed_again_changes_no_result():
     again = VisionConfig(family="vit", num_labels=5, remat="full", **SIZES)
     models = [build(config) for config in (VIT, again)]

@@ -93,6 +93,7 @@ def test_dropout_is_that_of_the_adapters_inputs_and_differs_by_name_and_key():
     np.testing.assert_array_equal(query, outputs(jax.random.key(1))[0])
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_dropout_is_off_in_evaluations_and_each_layer_has_its_own():
     model = adapted(LoraConfig(rank=2, dropout=0.5))
     assert lora.noise(in_mode(model, training=False).layers) == {}

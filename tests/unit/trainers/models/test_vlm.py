@@ -49,6 +49,7 @@ def test_an_image_is_seen_by_its_own_tokens_in_both_directions_and_by_later_ones
     assert changed_places(before, hidden_of(model, TOKENS, second)) == list(range(7, 12))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 2])
 def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite_of_a_window(window):
     config = dataclasses.replace(MODEL, num_layers=1, window=window)
@@ -69,6 +70,7 @@ def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite
     assert seen_by(1) == ([1, 2, 3, 4, 5, 6, 7] if window is None else [1, 2])
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_text_token_is_seen_by_later_ones_alone():
     model, changed = model_of(), TOKENS.copy()
     changed[0, 6] = 9

@@ -57,6 +57,7 @@ def test_a_divided_state_is_reported_with_its_memory_and_its_exchanges():
     assert all(each.bytes <= each.times * 3 * largest for each in divided[1]["exchanged"] if "layers/mlp" in each.scope)
 
 
+@pytest.mark.slow("compiles steps of several policies")
 def test_the_policy_is_the_first_that_has_room():
     model = dataclasses.replace(MODEL, num_layers=2, remat="auto")
     needs = dict(program.compiled(arguments(model=model), jax.devices()[:1], 1)[1]["remat"])
@@ -71,6 +72,7 @@ def test_the_policy_is_the_first_that_has_room():
     assert program.compiled(arguments(model=model), jax.devices()[:1])[1]["remat"] == [("none", needs["none"])]
 
 
+@pytest.mark.slow("compiles a step for several devices")
 def test_of_gpus_the_memory_of_the_host_is_counted_apart():
     made = arguments(optimizer=OptimizerConfig(offload="host"))
     one, other = (program.compiled(made, jax.devices()[:1], kind=kind)[1]["memory"] for kind in ("cpu", "gpu"))
@@ -188,6 +190,7 @@ def test_stages_exchange_the_activations_of_a_micro_batch_in_each_turn():
     assert facts["exchanged_over"].keys() == {"pipeline"}
 
 
+@pytest.mark.slow("compiles a step")
 def test_the_data_need_not_be_there():
     facts = program.compiled(arguments(), jax.devices()[:2])[1]
     assert "'nowhere' does not exist" in facts["stand_in"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.unit.trainers.recorders.test_recorders import about
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import LEFT, JsonLines, read
@@ -67,6 +69,7 @@ class Plain:
     def close(self): ...
 
 
+@pytest.mark.slow("trains twice")
 def test_a_run_that_goes_on_with_another_learning_rate_keeps_the_losses_that_count(tmp_path, monkeypatch):
     from trainers.commands import run
 

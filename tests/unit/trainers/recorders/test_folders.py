@@ -26,6 +26,7 @@ def train(tmp_path, monkeypatch, steps, **changes):
     assert run.main() == 0
 
 
+@pytest.mark.slow("trains twice")
 def test_a_run_writes_where_it_is_reported_and_goes_on_there(tmp_path, monkeypatch):
     absolute = tmp_path / "logs" / "tensorboard"
     folders = {"jsonl": "numbers/train", "tensorboard": str(absolute)}

@@ -322,6 +322,7 @@ class Sharpness(BaseTrainer):
         return value, uphill
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_gradients_of_ones_own_add_up_over_micro_batches(tmp_path, accumulation_steps):
     changes = {"accumulation_steps": accumulation_steps, "max_num_steps": 3}

@@ -13,6 +13,7 @@ from trainers.trainer.assembly import assemble
 CHANGES = {"max_num_steps": 3, "optimizer": FIXED}
 
 
+@pytest.mark.slow("trains twice")
 @pytest.mark.parametrize(("cls", "changes"), [(BaseTrainer, {"accumulation_steps": 2}), (OwnSteps, PLAIN)])
 def test_the_loader_and_the_steps_do_by_hand_what_training_does(tmp_path, events, cls, changes):
     whole = trainer(tmp_path, cls=cls, **CHANGES | changes)

@@ -32,6 +32,7 @@ def assert_same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(DIRECTIONS))
 def test_an_update_is_that_of_the_optimizer_and_a_refused_one_changes_nothing(name):
     config = OptimizerConfig(name=name, schedule=ScheduleConfig(name="constant"))

@@ -165,6 +165,7 @@ class TableOfExamples(TableTask):
         return PerExample(jnp.sum(losses, -1), {"accuracy": jnp.sum(hits, -1)}, jnp.full(len(targets), targets.shape[1]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_task_of_single_examples_trains_and_evaluates_like_one_of_sums(tmp_path, steps):
     """In global batches that 8 devices cannot divide, and with a held-out set whose last batch is not full."""
@@ -242,6 +243,7 @@ class MeanOverBatches(TableTask):
         return super().loss(model, batch).loss_sum * 0.0 + jnp.max(batch["sample_id"]), None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("accumulation_steps", "global_batch_size", "first"), [(1, 16, 15.0), (2, 16, 11.0), (4, 32, 19.0)])
 def test_without_targets_the_loss_is_the_mean_over_micro_batches(tmp_path, events, accumulation_steps, global_batch_size, first):
     made = trainer(

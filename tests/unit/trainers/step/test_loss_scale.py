@@ -89,6 +89,7 @@ def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events
     assert sorted(published(events, "loss")) == list(range(overflows + 1, 13))
 
 
+@pytest.mark.slow("trains twice")
 def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):
     settings = {"loss_scale": {"initial": TOO_LARGE, "window_steps": 3}, "checkpoint": {"save_steps": 2}}
     whole = half(tmp_path / "whole", **settings).train()

@@ -32,6 +32,7 @@ def trainer(tmp_path, *callbacks, cls=BaseTrainer, data=None, **changes):
     return cls(arguments, *(data or normed.vectors(arguments)), callbacks=callbacks)
 
 
+@pytest.mark.slow("trains; the step alone is tested in `make test`")
 def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, max_num_steps=40, evaluation={"every_steps": 20})
     state = made.train()
@@ -51,6 +52,7 @@ def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events
     assert_equal(made.output.state.model_state, state.model_state)  # evaluations changed nothing
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("cls", "accumulation_steps"), [(BaseTrainer, 1), (BaseTrainer, 3), (OneDevice, 3)])
 def test_batch_statistics_are_those_of_the_rows_of_all_devices_that_count(tmp_path, cls, accumulation_steps):
     """27 rows on eight devices: some only fill up the batch. Each micro-batch updates them once, in order."""
@@ -291,6 +293,7 @@ class CountingTask(NormedTask):
         return loss._replace(metrics={**loss.metrics, "calls": jnp.broadcast_to(model.calls[...], loss.losses.shape)})
 
 
+@pytest.mark.slow("trains twice")
 def test_variables_of_a_models_own_are_kept_over_micro_batches_steps_and_restarts(tmp_path, events):
     about = {"cls": OneDevice, "task": HERE + "CountingTask", "accumulation_steps": 3}
     trainer(tmp_path, StopAt(2, StopReason.TERMINATED), **about).train()

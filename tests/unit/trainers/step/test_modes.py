@@ -47,6 +47,7 @@ class AlwaysDropping(DroppingTask):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow("trains")
 def test_training_drops_out_and_no_evaluation_does(tmp_path, events):
     units = {"eval": {}, "own": {"task": HERE + "DroppingTask"}, "dropped": {"task": HERE + "AlwaysDropping"}}
     still = {"name": "adamw", "learning_rate": 1e-30, "schedule": {"name": "constant"}}

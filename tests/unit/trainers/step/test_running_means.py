@@ -36,6 +36,7 @@ def weight_of_share(step):
     return sum(1 for sample in range(16 * (step - 1), 16 * step) if sample % 96 % 5 == 0 and sample % 96 < 48)
 
 
+@pytest.mark.slow("trains")
 def test_it_is_the_mean_over_all_steps_weighted_like_the_metric(tmp_path, events):
     run(tmp_path).train()
     for name in ("loss", "accuracy"):  # each step has as many targets

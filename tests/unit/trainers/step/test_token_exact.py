@@ -22,6 +22,7 @@ def run(tmp_path, task, **changes):
     return made.train(model_parameters=params), params
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
 @pytest.mark.parametrize("task", ["Plain", "Terms", "TermsInAnotherOrder", "Preference"])
 def test_losses_and_gradients_are_those_of_one_big_batch(tmp_path, events, task, accumulation_steps):

@@ -67,6 +67,7 @@ def test_the_gradient_is_that_of_the_definition(given, config):
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [LossConfig(), EVERYTHING])
 @pytest.mark.parametrize("num_parts", [2, 3, 5, TIME])
 def test_parts_give_what_all_logits_at_once_give(given, num_parts, config, monkeypatch):

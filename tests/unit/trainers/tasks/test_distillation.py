@@ -58,6 +58,7 @@ def test_the_divergence_is_that_of_the_definition(temperature, top_k):
     np.testing.assert_allclose(found, temperature**2 * terms.sum(-1), rtol=1e-4)
 
 
+@pytest.mark.slow("compiles two losses")
 def test_in_parts_of_the_time_it_is_the_same_and_so_are_the_gradients():
     numbers = [
         jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(2, 7, 6), (6, 12), (2, 7, 4), (4, 12)])

@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_packed_loss_and_gradients_are_those_of_each_example_in_a_row_of_its_own(tmp_path, case):
     task, changes = CASES[case]

@@ -87,6 +87,7 @@ def test_the_loss_of_a_pair_is_that_of_its_completions_alone(models):
         assert float(found.num_tokens[row]) == ours[:, 1].sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", ["ipo", "orpo", "simpo"])
 def test_padding_counts_for_nothing(models, loss):
     """What is after a completion, in any of the losses; and the tokens of the prompt are no targets, but what a model sees."""

@@ -71,6 +71,7 @@ def test_logits(family, model):
     assert_near(logits_of(model, expected["tokens"]), expected["logits"])
 
 
+@pytest.mark.sampled(3)
 def test_loss_and_gradients(family, model):
     config, _, expected = family
     tokens, (graph, state) = expected["tokens"], nnx.split(model)
@@ -91,6 +92,7 @@ def test_loss_and_gradients(family, model):
         np.testing.assert_allclose(values, sample, rtol=0, atol=1e-4 * sample[0], err_msg=name)
 
 
+@pytest.mark.sampled(3)
 def test_greedy_tokens_by_the_cache(family, model):
     expected = family[2]
     prompts, greedy = expected["tokens"][:, :PROMPT], expected["greedy"]
@@ -137,6 +139,7 @@ def test_on_a_mesh(family, model, sizes):
     assert_near(logits_of(nnx.merge(graph, state), expected["tokens"]), expected["logits"])
 
 
+@pytest.mark.slow("compiles a decoder for a mesh")
 @OF_EXPERTS
 def test_experts_on_a_mesh(family, model):
     """As a train step has it: with the axis of the experts, over which the model divides its work by hand."""

@@ -116,6 +116,7 @@ WITH_TABLES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", WITH_TABLES)
 def test_tables_with_new_tokens_give_the_logits_of_peft(case):
     lora_config, config = WITH_TABLES[case], hugging_face.read_config(DATA / "parity" / case)
