@@ -15,17 +15,17 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tests import ROOT, ledger
+from tests.ceilings import Raise, in_force
 
 CEILINGS = ROOT / "tests" / "costs.json"
 KEPT = ROOT / "build" / "tests" / "costs"
 """A file for each whole run: what each file of tests cost."""
-ROOM, ROOM_S, ROOM_OF_A_TIER = 1.25, 2.0, 1.1
-"""What a file, and a tier, may cost above the median of the runs that its ceiling was made of."""
-NUM_DEVIATIONS = 3
+ROOM, ROOM_S = 1.25, 2.0
+"""What a file may cost above the median of the runs that its ceiling was made of: noise."""
 NUM_CORES = os.cpu_count() or 1
 
 
@@ -36,6 +36,20 @@ def measured_yardstick_s() -> float:
 
 def read_ceilings() -> dict[str, Any]:
     return json.loads(CEILINGS.read_text())
+
+
+def base_rows(table: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of tests/costs.json by row: `tier test`, and `tests/unit/test_docs.py: fast`."""
+    tiers = {f"tier {tier}": seconds for tier, seconds in table["tiers"].items()}
+    return tiers | {f"{file}: {which}": seconds for file, row in table["files"].items() for which, seconds in row.items()}
+
+
+def raises(table: Mapping[str, Any]) -> list[Raise]:
+    return [Raise(**entry) for entry in table.get("raises", ())]
+
+
+def rows_in_force(table: Mapping[str, Any]) -> dict[str, float]:
+    return in_force(base_rows(table), raises(table))
 
 
 def factor(yardstick_s: float) -> float:
@@ -70,9 +84,9 @@ def summary(run_cpu_s: float, wall_s: float, yardstick_s: float) -> Iterator[str
 
 def too_dear(tiers: Sequence[str], run_cpu_s: float, yardstick_s: float) -> Iterator[str]:
     """Yields a complaint for each file, and tier, that costs more than it may. A file has a second try, alone."""
-    ceilings, ratio = read_ceilings(), factor(yardstick_s)
+    ceilings, ratio = rows_in_force(read_ceilings()), factor(yardstick_s)
     for file, seconds in sorted(by_file(ledger.read()).items()):
-        ceiling_s = ceiling_of(ceilings, file, seconds)
+        ceiling_s = ceilings.get(f"{file}: {'all' if seconds['slow'] else 'fast'}")
         if ceiling_s is None:
             yield (
                 f"{file} has no line in tests/costs.json. It costs {sum(seconds.values()) * ratio:.1f} CPU-s. Can its tests join "
@@ -85,20 +99,14 @@ def too_dear(tiers: Sequence[str], run_cpu_s: float, yardstick_s: float) -> Iter
                     f"{file} costs {sum(seconds.values()) * ratio:.1f} CPU-s, and {alone_s:.1f} alone; it may cost {ceiling_s:g} "
                     "(tests/costs.json). Make it cheaper (CONTRIBUTING.md, What a test costs), or raise its ceiling with an entry"
                 )
-    name = "+".join(tiers)
-    if name in ceilings["tiers"] and run_cpu_s * ratio > ceilings["tiers"][name]:
-        yield f"The tier {name} costs {run_cpu_s * ratio:.0f} CPU-s; it may cost {ceilings['tiers'][name]:g} (tests/costs.json)"
-
-
-def ceiling_of(ceilings: dict[str, Any], file: str, seconds: dict[str, float]) -> float | None:
-    """Returns what the tests of a file may cost that were run; None where it has no line."""
-    row = ceilings["files"].get(file)
-    return None if row is None else row["all"] if seconds["slow"] else row["fast"]
+    ceiling_s = ceilings.get(f"tier {' '.join(tiers)}")
+    if ceiling_s is not None and run_cpu_s * ratio > ceiling_s:
+        yield f"The tier {' '.join(tiers)} costs {run_cpu_s * ratio:.0f} CPU-s; it may cost {ceiling_s:g} (tests/costs.json)"
 
 
 def expected_s(slow: Collection[str]) -> Callable[[str], float]:
     """Returns what to expect of a file of tests, for the order of a run. `slow` are the files whose slow tests are run too."""
-    rows = read_ceilings()["files"] if CEILINGS.exists() else {}
+    rows = read_ceilings()["files"]
 
     def of(file: str) -> float:
         return max((seconds for which, seconds in rows.get(file, {}).items() if which == "fast" or file in slow), default=0.0)
@@ -119,20 +127,20 @@ def cost_alone(file: str, seconds: dict[str, float]) -> float:
 
 
 def write_ceilings() -> None:
-    """Makes a line for each file of the kept runs: the median, and room for noise. Those of a file that was not run stay."""
+    """Makes a line for each file of the kept runs: the median, and room for noise. To raise one takes an entry."""
     runs = [json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))]
-    before = read_ceilings() if CEILINGS.exists() else {"yardstick_s": statistics.median(run["yardstick_s"] for run in runs)}
-    files: dict[str, dict[str, float]] = dict(before.get("files", {}))
+    before = read_ceilings()
+    files: dict[str, dict[str, float]] = dict(before["files"])
     for file in {file for run in runs for file in run["files"]}:
         found: dict[str, list[float]] = {"fast": [], "all": []}
         for run in runs:
             seconds, ratio = run["files"].get(file), before["yardstick_s"] / run["yardstick_s"]
             if seconds:
                 found["all" if seconds["slow"] else "fast"].append(sum(seconds.values()) * ratio)
-        files[file] = {which: with_room(each) for which, each in found.items() if each}
+        rows = {which: with_room(each) for which, each in found.items() if each}
+        files[file] = {which: min(seconds, files.get(file, {}).get(which, seconds)) for which, seconds in rows.items()}
     present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    rows = {file: row for file, row in sorted(files.items()) if file in present}
-    write({**before, "files": rows})
+    write({**before, "files": {file: row for file, row in sorted(files.items()) if file in present}})
 
 
 def with_room(seconds: Sequence[float]) -> float:
@@ -144,7 +152,7 @@ def write(ceilings: dict[str, Any]) -> None:
     files = ceilings["files"]
     rest = json.dumps({name: each for name, each in ceilings.items() if name != "files"}, indent=2)
     rows = ",\n".join(f"    {json.dumps(file)}: {json.dumps(row)}" for file, row in files.items())
-    CEILINGS.write_text(rest.rstrip("}\n") + ',\n  "files": {\n' + rows + "\n  }\n}\n")
+    CEILINGS.write_text(rest.removesuffix("\n}") + ',\n  "files": {\n' + rows + "\n  }\n}\n")
 
 
 def show() -> Iterator[str]:

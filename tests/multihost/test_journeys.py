@@ -1,11 +1,22 @@
 """The ceilings of journeys through the product (`tests/ceilings.toml`), and what commits made of all ceilings."""
 
+import json
 import subprocess
 
 import pytest
 
-from tests import ROOT
-from tests.ceilings import FILE, assert_none, entries_changed, journey_rows, lowest, off_ceiling, parse, raised_silently
+from tests import ROOT, costs
+from tests.ceilings import (
+    FILE,
+    assert_none,
+    broken_chains,
+    entries_changed,
+    journey_rows,
+    lowest,
+    off_ceiling,
+    parse,
+    raised_silently,
+)
 from tests.journeys import count, figures
 
 
@@ -24,6 +35,20 @@ def test_no_ceiling_was_raised_without_an_entry():
     raises = [entry for table in earlier for entry in table.raises]
     silent = raised_silently(lowest(table.rows for table in earlier), ceilings.rows, ceilings.raises)
     assert_none([*silent, *entries_changed(raises, ceilings.raises)])
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the project lies here without its history")
+def test_no_ceiling_of_a_test_file_was_raised_without_an_entry():
+    """But for a change of the lock file: other libraries, other costs."""
+    path, table = costs.CEILINGS.relative_to(ROOT), costs.read_ceilings()
+    since = git("log", "-1", "--format=%H", "--", "requirements.lock").strip()
+    commits = git("log", "--format=%H", f"{since}..", "--", str(path)).split()
+    earlier = [json.loads(git("show", f"{commit}:{path}")) for commit in commits]
+    silent = raised_silently(lowest(map(costs.rows_in_force, earlier)), costs.rows_in_force(table), costs.raises(table))
+    entries = [entry for each in earlier for entry in costs.raises(each)]
+    assert_none(
+        [*silent, *entries_changed(entries, costs.raises(table)), *broken_chains(costs.base_rows(table), costs.raises(table))]
+    )
 
 
 def git(*arguments):
