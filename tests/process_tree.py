@@ -22,9 +22,10 @@ OTHERS = "commands"
 KINDS = (
     # The first that is found in a command line says what the process is.
     ("training", ("trainers.worker", "fork_server", "trainers.planning")),
+    ("drivers", ("orchestrator.run", "orchestrator.launch", "gangway run")),
     ("mlflow", ("mlflow", "orchestrator.tracking")),
+    ("ray", ("raylet/raylet", "gcs_server", "/ray/dashboard/", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/")),
     ("agents", ("ray::", "default_worker.py")),
-    ("ray", ("raylet", "gcs_server", "/ray/")),
     ("stores", ("moto", "weed", "fake_gcs")),
 )
 
@@ -85,8 +86,9 @@ class ProcessTree:
                 self._alive[pid] = parent.children[pid] = Process(stat.start, parent)
         for pid, process in self._alive.items():
             process.own_s, process.collected_s = stats[pid].own_s, stats[pid].collected_s
-            if process is not self._root:
-                process.kind = kind_of(command_line(pid))
+            # One that has ended, and is not collected yet, has no command line.
+            if process is not self._root and (command := command_line(pid)):
+                process.kind = kind_of(command)
         _fold(self._root)
 
     def _seconds_of(self, process: Process) -> Counter[str]:

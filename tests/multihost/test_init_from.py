@@ -10,6 +10,7 @@ from tests.multihost import harness
 from tests.multihost.test_checkpoints import ShardedTableTask, arguments, failure
 from trainers.checkpoint import manifest
 
+WINGS = ("trainers/checkpoint", "trainers/loop")
 HERE = "tests.multihost.test_init_from"
 SCHEDULE = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
 
