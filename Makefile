@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-changed test-commit test-all costs dashboard site soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-changed test-commit test-all costs fuzz dashboard site soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -110,6 +110,9 @@ parity-random: env  ## Compare PAIRS=50 random models with transformers, after `
 
 mutants: env  ## Do the tests hold? COUNT faults in each module, drawn by SEED (ARGS="trainers/step"); hours
 	@$(IN_VENV) -m benchmarks.mutants --count $(COUNT) --seed $(SEED) $(ARGS)
+
+fuzz: env  ## COUNT=1000 random cases of a KIND, by SEED=1; without a KIND, what kinds there are and how far each has come
+	@$(IN_VENV) -m tests.fuzz $(KIND) $(if $(KIND),$(if $(filter file,$(origin COUNT)),,--count $(COUNT)) --seed $(SEED))
 
 lint: env  ## Check style, format and types
 	@$(IN_VENV) -m ruff check .

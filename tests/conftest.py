@@ -50,5 +50,5 @@ def pytest_sessionfinish(session):
 
 
 def pytest_unconfigure():
-    # Pytest then collects garbage five times: of thousands of tests so much that xdist interrupts the process, with a traceback.
+    # Pytest then collects garbage five times, which takes seconds after thousands of tests.
     gc.freeze()

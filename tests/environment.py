@@ -22,7 +22,7 @@ from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
 NUM_DEVICES = 8
 BUILD = Path(__file__).resolve().parents[1] / "build" / "tests"
 PREPARED = "TESTS_PREPARED"
-"""Set in what these tests start: workers of pytest-xdist keep the environment of the one process that prepared it."""
+"""Set in what these tests start: it keeps the environment of the one process that prepared it."""
 OF_THE_USER = (
     *("RAY_", "JAX_", "XLA_", "TPU_", "MEGASCALE_", "CUDA_", "NVIDIA_", "GANGWAY_", "MLFLOW_", "WANDB_", "TENSORBOARD_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "AWS_", "GOOGLE_", "GCLOUD_", "CLOUDSDK_", "GCE_", "AZURE_"),

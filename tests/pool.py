@@ -28,6 +28,8 @@ from _pytest.junitxml import LogXML
 from tests.environment import start_jax
 from tests.ledger import Ledger
 
+MACHINES = 2
+"""So many files of gangs or whole jobs at a time: each job is a dozen processes."""
 HARMLESS_THREADS = ("jemalloc_bg_thd",)
 """Of an allocator, which starts its own anew in a fork."""
 
@@ -89,16 +91,14 @@ class Pool:
             self._ended(session, worker)
             return
         if kind == "idle":
-            stop = session.shouldfail or session.shouldstop or not self._waiting
-            worker.left = [] if stop else self._waiting.popleft()
-            worker.connection.send(worker.left)
+            worker.idle, worker.on_machines = True, False
+            self._hand_out(session)
         elif kind == "started":
             worker.left.remove(value)
             worker.running = session.items[value]
             hook.pytest_runtest_logstart(nodeid=worker.running.nodeid, location=worker.running.location)
         elif kind == "report":
             report = hook.pytest_report_from_serializable(config=session.config, data=value)
-            worker.torn_down = report.when == "teardown"
             hook.pytest_runtest_logreport(report=report)
             if session.shouldfail or session.shouldstop:
                 for each in self._workers:
@@ -109,9 +109,24 @@ class Pool:
             hook.pytest_runtest_logfinish(nodeid=worker.running.nodeid, location=worker.running.location)
             worker.running = None
 
+    def _hand_out(self, session: pytest.Session) -> None:
+        """Gives each worker that has nothing to do the next file that may be run now. One that gets an empty file ends."""
+        for worker in [worker for worker in self._workers if worker.idle]:
+            stop = session.shouldfail or session.shouldstop or not self._waiting
+            room = MACHINES - sum(each.on_machines for each in self._workers)
+            allowed = [file for file in self._waiting if room or not needs_machines(session.items[file[0]])]
+            if stop or allowed:
+                worker.left = [] if stop else [*allowed[0]]
+                worker.on_machines = bool(worker.left) and needs_machines(session.items[worker.left[0]])
+                worker.idle = False
+                worker.connection.send(worker.left)
+                if not stop:
+                    self._waiting.remove(worker.left)
+
     def _ended(self, session: pytest.Session, worker: Worker) -> None:
         """A worker that died has failed the test that it ran. Another one takes the rest of its file."""
         self._workers.remove(worker)
+        self._hand_out(session)
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         if item := worker.running:
             message = f"the worker that ran it ended with status {status}"
@@ -136,7 +151,13 @@ class Worker:
     left: list[int] = field(default_factory=list)
     """Tests of its file that it has not begun."""
     running: pytest.Item | None = None
-    torn_down: bool = False
+    idle: bool = False
+    on_machines: bool = False
+    """It runs a file of gangs or of whole jobs."""
+
+
+def needs_machines(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(("tests/ray/", "tests/faults/"))
 
 
 def files_of(items: Sequence[pytest.Item]) -> list[list[int]]:

@@ -17,7 +17,7 @@ MARKERS = {
 
 
 class Progress:
-    """The lines of a run. Of pytest-xdist, it lives in the process that prints."""
+    """The order of a run, and its lines. With a pool it lives in the process that prints."""
 
     def __init__(self, config: pytest.Config):
         self._config = config
@@ -50,11 +50,6 @@ class Progress:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect([item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        if not self._total:  # every worker collects the same
-            self._expect(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:

@@ -62,7 +62,7 @@ def test_what_comes_and_goes_between_two_looks_is_counted_by_its_parent():
     tree = ProcessTree()
     before = tree.read()
     subprocess.run([sys.executable, "-c", BURN.format(seconds=0.4)], check=True)
-    assert 0.4 <= (tree.read() - before)["commands"] < 1.0
+    assert 0.35 <= (tree.read() - before)["commands"] < 1.0
 
 
 def test_a_meter_looks_at_the_tree_only_after_a_start():

@@ -29,6 +29,7 @@ from orchestrator.run_state.versions import check_versions
 from orchestrator.tracking import mlflow_shipper, spool
 from orchestrator.tracking import tracker as tracking
 from orchestrator.tracking.config import TrackingConfig
+from tests import fuzz
 from trainers import runtime
 from trainers.checkpoint import assets, committed, manifest
 from trainers.checkpoint.committed import Committed
@@ -51,7 +52,7 @@ REFUSED = (
     DamagedProgramError,
 )
 """Errors that a command shows as one line."""
-CASES, MORE_CASES = 100, 600
+CASES = 100
 
 
 class World:
@@ -308,10 +309,10 @@ def test_a_damaged_document_is_reported_and_never_a_traceback(whole, copied):
         check(whole, copied, seed)
 
 
-@pytest.mark.slow("the same six hundred times")
-def test_no_damage_of_six_hundred_passes_in_silence(whole, copied):
-    for seed in range(MORE_CASES):
-        check(whole, copied, 10_000 + seed)
+@pytest.mark.slow("many damages; `make fuzz KIND=documents` has more")
+def test_no_damage_of_many_passes_in_silence(whole, copied):
+    for number in range(fuzz.count(200)):
+        check(whole, copied, fuzz.seed(10) * 1000 + number)
 
 
 def test_each_document_has_a_format_and_a_digest(whole):

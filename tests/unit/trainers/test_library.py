@@ -235,7 +235,7 @@ def test_an_interrupt_ends_it_with_what_was_learnt_and_a_later_one_goes_on(tmp_p
 
     settings = {"steps": 40, "publish_every_steps": 1}
     whole = training(**settings).fit()
-    # A shell's background job ignores Ctrl-C, and so does a worker of pytest-xdist.
+    # A shell's background job ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         first = training(**settings, run_dir=tmp_path / "run", callbacks=(Interrupt(),)).fit()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests import fuzz
 from tests.unit.driving import Launched, end_of
 from tests.unit.fake_gang import Process, World
 
@@ -108,10 +109,18 @@ def check(world: World, launched: Launched, end: tuple[str, object]) -> None:
     assert not any(agent.alive for agent in world.agents)
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow("draws more failures")) for seed in range(15, 110))]
-)
+@pytest.mark.slow("many runs; `make fuzz KIND=driver` has more")
+def test_many_runs_end_as_if_nothing_had_happened():
+    for number in range(fuzz.count(40)):
+        check_one(fuzz.seed(1) * 1000 + number)
+
+
+@pytest.mark.parametrize("seed", range(15))
 def test_whatever_happens_the_run_ends_as_if_nothing_had(seed):
+    check_one(seed)
+
+
+def check_one(seed):
     rng, world = random.Random(seed), World(max_steps=100)
     planned, launched = some_faults(rng), Launched(world, spares=rng.randrange(2))
     for fault in planned:

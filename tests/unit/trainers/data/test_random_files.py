@@ -16,6 +16,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.numpy import save_file
 
+from tests import fuzz
 from tests.unit.source_files import source
 from trainers.checkpoint import hugging_face
 from trainers.data.images import open_image
@@ -295,9 +296,9 @@ def test_a_few_files_with_random_defects(folder, check):
     one()
 
 
-@pytest.mark.slow("reads a thousand files")
-@seed(23)
-@settings(max_examples=1000, **QUIET)
+@pytest.mark.slow("reads many files; `make fuzz KIND=files` reads more")
+@seed(fuzz.seed(23))
+@settings(max_examples=fuzz.count(200), **QUIET)
 @given(data=st.data(), check=st.sampled_from(CHECKS))
-def test_a_thousand_files_with_random_defects(folder, data, check):
+def test_many_files_with_random_defects(folder, data, check):
     check(folder, data.draw)

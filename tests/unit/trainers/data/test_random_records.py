@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from tests import fuzz
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder
 from trainers.errors import DataError
@@ -138,9 +139,10 @@ def test_a_record_is_the_right_document_or_refused_by_name(tokenizers, name, rec
     check(tokenizers[name], name, record)
 
 
-@pytest.mark.slow("a thousand records")
+@pytest.mark.slow("many records; `make fuzz KIND=records` has more")
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=500, derandomize=True, deadline=None, database=None)
+@seed(fuzz.seed(11))
+@settings(max_examples=fuzz.count(100), deadline=None, database=None)
 @given(record=RECORDS)
-def test_a_thousand_records_are_right_or_refused_by_name(tokenizers, name, record):
+def test_many_records_are_right_or_refused_by_name(tokenizers, name, record):
     check(tokenizers[name], name, record)

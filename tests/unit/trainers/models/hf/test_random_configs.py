@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests import random_models
+from tests import fuzz, random_models
 from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES, OPTIONAL
 from trainers.config.model import RopeScaling
@@ -212,11 +212,11 @@ def test_a_file_is_read_as_transformers_reads_it_or_refused(number, changes, ris
     check_file(number, changes, risky, left_out)
 
 
-@pytest.mark.slow("1,000 files")
-@seed(2)
-@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow("many files; `make fuzz KIND=configs` has more")
+@seed(fuzz.seed(2))
+@settings(max_examples=fuzz.count(200), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(*FILES)
-def test_1000_files_are_read_as_transformers_reads_them_or_refused(number, changes, risky, left_out):
+def test_many_files_are_read_as_transformers_reads_them_or_refused(number, changes, risky, left_out):
     check_file(number, changes, risky, left_out)
 
 
@@ -279,11 +279,11 @@ def test_a_model_is_written_as_transformers_reads_it_or_refused(number, changes,
     check_model(number, changes, left_out)
 
 
-@pytest.mark.slow("1,000 models")
-@seed(4)
-@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow("many models; `make fuzz KIND=models` has more")
+@seed(fuzz.seed(4))
+@settings(max_examples=fuzz.count(200), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(*MODELS)
-def test_1000_models_are_written_as_transformers_reads_them_or_refused(number, changes, left_out):
+def test_many_models_are_written_as_transformers_reads_them_or_refused(number, changes, left_out):
     check_model(number, changes, left_out)
 
 
