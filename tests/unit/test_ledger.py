@@ -63,6 +63,10 @@ def test_a_new_file_without_a_line_fails(table, monkeypatch):
     assert told.startswith("tests/unit/test_new.py has no line in tests/costs.json.")
 
 
+def test_slow_tests_of_a_file_that_were_never_measured_have_no_ceiling_yet(table, monkeypatch):
+    assert complaints(monkeypatch, lines(("tests/unit/test_b.py::test_long", True, 60.0))) == []
+
+
 def test_a_tier_above_its_ceiling_fails(table, monkeypatch):
     assert complaints(monkeypatch, [], run_cpu_s=99) == []
     assert complaints(monkeypatch, [], run_cpu_s=101) == ["The tier test costs 101 CPU-s; it may cost 100 (tests/costs.json)"]

@@ -1,0 +1,86 @@
+"""The pool runs every test once, whatever becomes of a worker, and a fork never copies a thread."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from tests.programs.processes import PATIENCE_S
+
+DIES = """
+import os, signal
+def test_before(): ...
+def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
+def test_after(): ...
+"""
+SHARES = """
+import pytest
+@pytest.fixture(scope="module")
+def once():
+    print("set up")
+    yield
+    print("torn down")
+def test_one(once): ...
+def test_other(once): ...
+@pytest.mark.skip
+def test_skipped(): ...
+"""
+STARTS_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(5,)).start()
+def test(): ...
+"""
+FILES = {
+    "conftest.py": "from tests.conftest import *\n",
+    "test_dies.py": DIES,
+    "test_fails.py": "def test_fails(tmp_path):\n    assert str(tmp_path) == 'wrong'\n",
+    "test_shares.py": SHARES,
+}
+
+
+def run(folder, *options):
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pool=2",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+        str(folder),
+        *options,
+    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_worker_that_dies_has_failed_its_test_alone(folder):
+    ran = run(folder)
+    assert ran.returncode == 1
+    assert "2 failed, 4 passed, 1 skipped" in ran.stdout, ran.stdout + ran.stderr
+    assert "the worker that ran it ended with status -9" in ran.stdout
+    assert "test_dies.py::test_dies" in ran.stdout
+    assert "test_fails.py::test_fails" in ran.stdout
+    assert "worker-" in ran.stdout, "workers have folders of their own"
+
+
+def test_the_first_failure_ends_it_when_asked(folder):
+    (folder / "test_dies.py").unlink()
+    ran = run(folder, "-x")
+    assert ran.returncode == 1
+    assert "stopping after 1 failures" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_thread_that_a_module_starts_is_refused(folder):
+    (folder / "test_shares.py").write_text(STARTS_A_THREAD)
+    ran = run(folder)
+    assert "1 threads run when the tests are collected" in ran.stdout + ran.stderr
+    assert ran.returncode not in (0, 1)
