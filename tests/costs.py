@@ -8,6 +8,7 @@ ratio of the two yardsticks before they are compared."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -179,12 +180,14 @@ def told(causes: Counter[str]) -> str:
     return ", ".join(f"{cause} {seconds:.1f}" for cause, seconds in causes.most_common(3))
 
 
-def main(arguments: Sequence[str]) -> None:
-    if arguments == ["ceilings"]:
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.costs", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("show", "ceilings"), default="show")
+    if parser.parse_args().what == "ceilings":
         write_ceilings()
     else:
         print("\n".join(show()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
