@@ -1,4 +1,4 @@
-"""JAX's compile cache of the tests in `tests/unit`: one folder in `build/`, for all workers and for later runs."""
+"""JAX's compile cache of the tests in `tests/unit`: one folder for all workers, for later runs, and for other clones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import jax
-
-from tests.environment import BUILD
-from trainers.runtime.compile_cache import keep_whole
+from tests.environment import BUILD, CACHE
 
 MAX_BYTES = 2 * 1024**3
 
@@ -18,10 +15,13 @@ MAX_BYTES = 2 * 1024**3
 @contextmanager
 def compile_cache() -> Iterator[None]:
     """Compiles quickly what the tests run, and keeps all of it."""
+    import jax
+
+    from trainers.runtime.compile_cache import keep_whole
+
     # `benchmarks.mutants` names a folder of its own.
-    folder = Path(os.environ.get("TESTS_COMPILE_CACHE") or BUILD / "compiled")
+    folder = Path(os.environ.get("TESTS_COMPILE_CACHE") or kept("compiled"))
     folder.mkdir(parents=True, exist_ok=True)
-    delete_oldest(folder, MAX_BYTES)
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -38,10 +38,16 @@ def compile_cache() -> Iterator[None]:
         jax.config.update(name, value)
 
 
+def kept(name: str) -> Path:
+    """Returns a folder of this name that later runs have too."""
+    return Path(os.environ.get(CACHE) or BUILD) / name
+
+
 def delete_oldest(folder: Path, max_bytes: int) -> None:
     """Deletes the files that were written first, until the others are no larger than `max_bytes` together."""
     total_bytes = 0
-    for path in sorted(folder.iterdir(), key=_written_at, reverse=True):
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    for path in sorted(files, key=_written_at, reverse=True):
         with suppress(FileNotFoundError):  # another worker was faster
             total_bytes += path.stat().st_size
             if total_bytes > max_bytes:

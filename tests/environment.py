@@ -8,19 +8,23 @@ Ray's sockets are in a folder of the temporary folder: their paths must be short
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib
 import os
 import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
 
 NUM_DEVICES = 8
-BUILD = Path(__file__).resolve().parents[1] / "build" / "tests"
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "tests"
+CACHE = "TESTS_CACHE"
+"""Names the folder of what was compiled, in what these tests start."""
 PREPARED = "TESTS_PREPARED"
 """Set in what these tests start: it keeps the environment of the one process that prepared it."""
 OF_THE_USER = (
@@ -56,10 +60,28 @@ NO_CLOUD = {
 }
 
 
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Returns where what the tests have compiled is kept, for other clones too: `$GANGWAY_TESTS_CACHE`, or a folder in the user's
+    cache. Other libraries, another Python and another kind of processor have another folder in it."""
+    home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/nonexistent") / ".cache")
+    folder = Path(environ.get("GANGWAY_TESTS_CACHE") or home / "gangway-tests")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = BUILD / "cache"
+    return folder / cache_key((ROOT / "requirements.lock").read_bytes(), sys.version, Path("/proc/cpuinfo").read_text())
+
+
+def cache_key(lock: bytes, python: str, processors: str) -> str:
+    features = next((line for line in processors.splitlines() if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(b"\0".join((lock, python.encode(), features.encode()))).hexdigest()[:16]
+
+
 def prepare(environ: MutableMapping[str, str]) -> None:
     """Clears the environment of this process of the user's settings, once, before JAX and Ray read it."""
     if environ.get(PREPARED):
         return
+    cache = cache_folder(environ)
     for name in [name for name in environ if name.startswith(OF_THE_USER) or name in OF_PYTHON]:
         del environ[name]
     sys.dont_write_bytecode = False
@@ -81,6 +103,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),  # of all Rays that the tests start
     )
+    environ[CACHE] = str(cache)
     environ[PREPARED] = home
 
 

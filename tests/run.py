@@ -19,6 +19,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests import ROOT, costs, ledger, reach
+from tests.compile_cache import MAX_BYTES, delete_oldest
+from tests.environment import cache_folder
 from tests.process_tree import ProcessTree
 
 RESULTS = Path("build/tests")
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     whole = not of_pytest  # only then are there ceilings, and is anything proved
     changed = reach.changed_files() if "changed" in options.tiers else None
     selection = selected(options.tiers, changed)
+    delete_oldest(cache_folder(os.environ).parent, MAX_BYTES)
     yardstick_s = costs.measured_yardstick_s() if whole else None
     with Watch() as watch:
         status = run_pytest(selection, options.workers, of_pytest)

@@ -1,9 +1,10 @@
 import pytest
 
+from tests.compile_cache import kept
 from tests.multihost import harness
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _session(tmp_path_factory):
-    with harness.session(tmp_path_factory.mktemp("compiled")):
+def _session():
+    with harness.session(kept("hosts")):
         yield

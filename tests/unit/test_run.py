@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 
 import pytest
 
-from tests import ROOT, ledger, run
+from tests import ROOT, compile_cache, environment, ledger, run
 
 TEST = """
 def test_it(pytestconfig):
@@ -61,6 +62,32 @@ def test_a_run_that_was_killed_is_named(tmp_path, monkeypatch):
         "\nThe tests ended with exit status -9:",
         "  no test failed; see what was written above",
     ]
+
+
+def test_what_was_compiled_is_kept_for_the_same_libraries_python_and_processor():
+    one = environment.cache_key(b"jax==1", "3.11", "processor: 0\nflags: sse avx2\n")
+    assert one == environment.cache_key(b"jax==1", "3.11", "processor: 1\nflags: sse avx2\n")
+    assert one != environment.cache_key(b"jax==2", "3.11", "flags: sse avx2\n")
+    assert one != environment.cache_key(b"jax==1", "3.12", "flags: sse avx2\n")
+    assert one != environment.cache_key(b"jax==1", "3.11", "flags: sse\n")
+
+
+def test_it_is_kept_where_the_user_says_or_in_the_users_cache(tmp_path):
+    assert environment.cache_folder({"GANGWAY_TESTS_CACHE": str(tmp_path / "a")}).parent == tmp_path / "a"
+    assert environment.cache_folder({"XDG_CACHE_HOME": str(tmp_path / "b")}).parent == tmp_path / "b" / "gangway-tests"
+    assert environment.cache_folder({"HOME": str(tmp_path / "c")}).parent == tmp_path / "c" / ".cache" / "gangway-tests"
+    (tmp_path / "file").touch()
+    assert environment.cache_folder({"HOME": str(tmp_path / "file")}).is_relative_to(environment.BUILD)
+
+
+def test_the_oldest_of_what_was_compiled_goes_first(tmp_path):
+    for age, name in enumerate(("new", "deeper/middle", "old")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 40)
+        os.utime(path, (1000 - age, 1000 - age))
+    compile_cache.delete_oldest(tmp_path, 90)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["middle", "new"]
 
 
 WAITS = ("run", "wait", "communicate", "join", "get", "wait_until", "timeout")
