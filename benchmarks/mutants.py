@@ -3,6 +3,7 @@
     python -m benchmarks.mutants [MODULE ...] [--count 5] [--seed 1] [--rings 3]
                                 [--without-slow] [--results build/mutants/results.jsonl] [--report]
     python -m benchmarks.mutants --ignore-keys [KEY ...]
+    python -m benchmarks.mutants --hand-made [MODULE ...]
 
 A module's faults are drawn by the seed. The first ring of tests is the module's own file and those that import the module. A
 mutant that survives it meets the second ring, all tests of its wing, and then the third, those beside the wings of its package,
@@ -45,13 +46,19 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to measure, which is copied")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants" / "results.jsonl")
     parser.add_argument("--ignore-keys", action="store_true", help="ignore each key of the configuration: does its test fail?")
+    parser.add_argument("--hand-made", action="store_true", help="put in the faults of tests/data/one_line_faults.toml")
     parser.add_argument("--report", action="store_true", help="run nothing; print the table of the results that there are")
     options = parser.parse_args()
     root, results = options.root.resolve(), options.results.resolve()
     results.parent.mkdir(parents=True, exist_ok=True)
     if options.ignore_keys:
         ignored_keys.main(root, results.parent, options.modules)
-    chosen = [m for path in modules(root, options.modules or DEFAULT) for m in sample(root, path, options.count, options.seed)]
+    if options.hand_made:
+        chosen = hand_made(root, options.modules)
+    else:
+        chosen = [
+            m for path in modules(root, options.modules or DEFAULT) for m in sample(root, path, options.count, options.seed)
+        ]
     if not options.report:
         forked_tests.prepare()
         tests = Tests(forked_tests.copy_tree(root, results.parent), ("-m", "not slow") if options.without_slow else ())
@@ -74,6 +81,18 @@ def sample(root: Path, path: str, count: int, seed: int) -> list[Mutant]:
     everything = mutants_of(path, (root / path).read_text())
     random.Random(f"{seed} {path}").shuffle(everything)
     return sorted(everything[:count], key=lambda mutant: mutant.line)
+
+
+def hand_made(root: Path, names: Sequence[str]) -> list[Mutant]:
+    """Returns the faults that people have written down, of the modules and folders that are named; of all if none is."""
+    rows = tomllib.loads((root / "tests" / "data" / "one_line_faults.toml").read_text())["fault"]
+    made = []
+    for row in rows:
+        if not names or row["path"].startswith(tuple(names)):
+            text = (root / row["path"]).read_text()
+            line = text[: text.index(row["old"])].count("\n") + 1
+            made.append(Mutant(row["path"], line, "by hand", row["id"], row["what"], text.replace(row["old"], row["new"])))
+    return made
 
 
 def try_all(

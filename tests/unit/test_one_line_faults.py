@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mutants
 from tests import ROOT
 from tests.unit.test_arrows import PACKAGES
 
@@ -88,3 +89,12 @@ def test_each_wing_has_faults():
     lacking = {wing: f"{count[wing]} of {number}" for wing, number in least.items() if count[wing] < number}
     assert lacking == {}, f"{FILE.name}: add faults to these wings, or a row with the reason to FEWER"
     assert FEWER.keys() <= set(wings()), "FEWER names wings that are gone"
+
+
+def test_make_mutants_puts_them_in():
+    made = mutants.hand_made(ROOT, ["trainers/step"])
+    rows = [row for row in FAULTS if row["path"].startswith("trainers/step")]
+    assert [mutant.before for mutant in made] == [row["id"] for row in rows]
+    for mutant, row in zip(made, rows, strict=True):
+        assert row["new"] in mutant.source
+        assert row["old"].splitlines()[0].strip() in (ROOT / row["path"]).read_text().splitlines()[mutant.line - 1]
