@@ -60,7 +60,10 @@ class Pool:
                 for connection in wait([worker.connection for worker in self._workers]):
                     self._hear(session, next(worker for worker in self._workers if worker.connection is connection))
         finally:
-            for worker in self._workers:  # after Ctrl-C, which they have got too
+            # After Ctrl-C, which they have got too, or an error here: what they go on to say finds nobody, and they end.
+            for worker in self._workers:
+                worker.connection.close()
+            for worker in self._workers:
                 with suppress(ProcessLookupError, ChildProcessError):
                     os.waitpid(worker.pid, 0)
         if session.shouldfail:
@@ -238,21 +241,26 @@ class Running:
         self._connection.send(("report", config.hook.pytest_report_to_serializable(config=config, report=report)))
 
     def run(self) -> None:
+        """Runs files until it is told to stop. Its fixtures are torn down however it ends: they may have started processes."""
+        try:
+            while (file := self._next_file()) and self._run_file(file):
+                pass
+        finally:
+            self._session._setupstate.teardown_exact(None)
+            self._ledger.close()
+
+    def _run_file(self, file: Sequence[int]) -> bool:
+        """Says whether it was run to its end."""
         items = self._session.items
-        while file := self._next_file():
-            for index, following in itertools.zip_longest(file, file[1:]):
-                if self._connection.poll():
-                    return self._end()
-                self._connection.send(("started", index))
-                next_item = EndOfFile(self._session) if following is None else items[following]
-                self._session.config.hook.pytest_runtest_protocol(item=items[index], nextitem=next_item)
-                self._connection.send(("ended", index))
-        return self._end()
+        for index, following in itertools.zip_longest(file, file[1:]):
+            if self._connection.poll():
+                return False
+            self._connection.send(("started", index))
+            next_item = EndOfFile(self._session) if following is None else items[following]
+            self._session.config.hook.pytest_runtest_protocol(item=items[index], nextitem=next_item)
+            self._connection.send(("ended", index))
+        return True
 
     def _next_file(self) -> list[int] | None:
         self._connection.send(("idle", None))
         return self._connection.recv()
-
-    def _end(self) -> None:
-        self._session._setupstate.teardown_exact(None)
-        self._ledger.close()

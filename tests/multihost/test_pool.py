@@ -1,12 +1,14 @@
 """The pool runs every test once, whatever becomes of a worker, and a fork never copies a thread."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests import ROOT
-from tests.programs.processes import PATIENCE_S
+from tests.programs.processes import PATIENCE_S, wait_until
 
 DIES = """
 import os, signal
@@ -25,6 +27,17 @@ def test_one(once): ...
 def test_other(once): ...
 @pytest.mark.skip
 def test_skipped(): ...
+"""
+WAITS = """
+import pathlib, time
+import pytest
+@pytest.fixture(scope="module")
+def once():
+    yield
+    (pathlib.Path(__file__).parent / "torn down").touch()
+def test(once):
+    (pathlib.Path(__file__).parent / "set up").touch()
+    time.sleep(600)
 """
 STARTS_A_THREAD = """
 import threading, time
@@ -84,3 +97,16 @@ def test_a_thread_that_a_module_starts_is_refused(folder):
     ran = run(folder)
     assert "1 threads run when the tests are collected" in ran.stdout + ran.stderr
     assert ran.returncode not in (0, 1)
+
+
+def test_fixtures_are_torn_down_after_ctrl_c(folder):
+    """Whatever they have started would be left running."""
+    (folder / "test_shares.py").write_text(WAITS)
+    command = (sys.executable, "-m", "pytest", "--pool=2", "-p", "no:cacheprovider", str(folder / "test_shares.py"))
+    log = (folder / "log").open("w")
+    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process:
+        assert wait_until((folder / "set up").exists)
+        os.killpg(process.pid, signal.SIGINT)
+    printed = (folder / "log").read_text()
+    assert process.returncode == 2, printed
+    assert (folder / "torn down").exists(), printed
