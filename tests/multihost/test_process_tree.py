@@ -72,7 +72,7 @@ def test_a_meter_looks_at_the_tree_only_after_a_start():
     meter.read()
     assert not looks
     subprocess.run([sys.executable, "-c", BURN.format(seconds=0.2)], check=True)
-    assert meter.read()["commands"] >= 0.2
+    assert meter.read()["commands"] >= 0.15  # the kernel counts in ticks
     assert looks
     used_s = time.process_time()
     assert meter.read()["own"] >= used_s
