@@ -478,6 +478,7 @@ def test_a_steward_leaves_alone_what_a_newer_driver_holds(take):
     assert state(gang, gang.members[0])["alive"]
 
 
+@pytest.mark.slow("waits for the lease of a steward; an agent with a driver is simulated in tests/unit/cluster")
 def test_a_steward_leaves_alone_what_an_agent_holds_that_has_a_driver(take):
     gang = take(count=1)
     start(gang)
