@@ -21,6 +21,7 @@ from typing import Any
 
 from tests import ROOT, ledger
 from tests.ceilings import Raise, in_force
+from tests.environment import LEDGER
 
 CEILINGS = ROOT / "tests" / "costs.json"
 KEPT = ROOT / "build" / "tests" / "costs"
@@ -118,7 +119,7 @@ def expected_s(slow: Collection[str]) -> Callable[[str], float]:
 def cost_alone(file: str, seconds: dict[str, float]) -> float:
     which = () if seconds["slow"] and seconds["fast"] else ("-m", "slow" if seconds["slow"] else "not slow")
     folder = ledger.FOLDER.with_name("ledger-alone")
-    environ = {**os.environ, ledger.ELSEWHERE: str(folder)}
+    environ = {**os.environ, LEDGER: str(folder)}
     command = (sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *which, file)
     subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=False)
     found = by_file(ledger.read(folder)).get(file, {"fast": float("inf")})

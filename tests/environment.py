@@ -25,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "tests"
 CACHE = "TESTS_CACHE"
 """Names the folder of what was compiled, in what these tests start."""
+LEDGER = "TESTS_LEDGER"
+"""Names another folder for the ledger: of a file that is run once more, alone, and of a pytest that a test starts. What that one
+costs is charged to the test."""
 PREPARED = "TESTS_PREPARED"
 """Set in what these tests start: it keeps the environment of the one process that prepared it."""
 OF_THE_USER = (
@@ -104,6 +107,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         RAY_AUTH_TOKEN=secrets.token_hex(32),  # of all Rays that the tests start
     )
     environ[CACHE] = str(cache)
+    environ[LEDGER] = f"{home}/ledger"
     environ[PREPARED] = home
 
 

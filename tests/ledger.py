@@ -17,12 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.environment import BUILD
+from tests.environment import BUILD, LEDGER
 from tests.process_tree import OWN, Meter
 
-ELSEWHERE = "TESTS_LEDGER"
-"""Names another folder: of a file that is run once more, alone."""
-FOLDER = Path(os.environ.get(ELSEWHERE) or BUILD / "ledger")
+FOLDER = Path(os.environ.get(LEDGER) or BUILD / "ledger")
 SHARED = "shared"
 COMPILE = "compile"
 COMPILED_BY_JAX = ("/jax/core/compile/jaxpr_to_mlir_module", "/jax/core/compile/backend_compile")

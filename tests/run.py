@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     if yardstick_s is None:
         return status
     print("\n".join(costs.summary(watch.cpu_s, watch.wall_s, yardstick_s)), flush=True)
-    too_dear = costs.too_dear(options.tiers, watch.cpu_s, yardstick_s) if status == 0 else []
+    too_dear = [*costs.too_dear(options.tiers, watch.cpu_s, yardstick_s)] if status == 0 else []
     for complaint in too_dear:
         print(complaint, flush=True)
     if status == 0 and options.tiers == ["all"] and not too_dear:

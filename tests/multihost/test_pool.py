@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, ledger
 from tests.programs.processes import PATIENCE_S, wait_until
 
 DIES = """
@@ -83,6 +83,7 @@ def test_a_worker_that_dies_has_failed_its_test_alone(folder):
     assert "test_dies.py::test_dies" in ran.stdout
     assert "test_fails.py::test_fails" in ran.stdout
     assert "worker-" in ran.stdout, "workers have folders of their own"
+    assert not [line for line in ledger.read() if line["test"].startswith("test_dies.py")], "counted twice"
 
 
 def test_the_first_failure_ends_it_when_asked(folder):

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests import ROOT, compile_cache, environment, ledger, run
+from tests import ROOT, compile_cache, costs, environment, ledger, reach, run
 
 TEST = """
 def test_it(pytestconfig):
@@ -30,6 +30,34 @@ def test_a_failure_is_the_status_and_the_last_line(tmp_path, monkeypatch, capfd,
     told = capfd.readouterr().out
     assert told.index("1 failed") < told.index("The tests ended with exit status 1:")
     assert told.splitlines()[-1].startswith("  test_one.py::test_it: assert False")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "tests", "complaints", "expected"),
+    [
+        (["test"], 0, [], (0, [])),
+        (["test"], 0, ["test_a.py costs too much"], (1, [])),
+        (["test"], 1, [], (1, [])),
+        (["all"], 0, [], (0, ["proved"])),
+        (["all"], 0, ["test_a.py costs too much"], (1, [])),
+        (["all"], 1, [], (1, [])),
+    ],
+)
+def test_a_run_that_passes_is_a_success_unless_a_file_is_too_dear(
+    tmp_path, monkeypatch, capsys, tiers, tests, complaints, expected
+):
+    for name in ("RESULTS", "RESULT"):
+        monkeypatch.setattr(run, name, tmp_path / name)
+    monkeypatch.setattr(ledger, "FOLDER", tmp_path / "ledger")
+    monkeypatch.setattr(costs, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(costs, "measured_yardstick_s", lambda: 0.6)
+    monkeypatch.setattr(costs, "too_dear", lambda *_: iter(complaints))
+    monkeypatch.setattr(run, "run_pytest", lambda *_: tests)
+    monkeypatch.setattr(reach, "prove", lambda: "proved")
+    status = run.main(tiers)
+    printed = capsys.readouterr().out.splitlines()
+    assert (status, [line for line in printed if line == "proved"]) == expected
+    assert [line for line in printed if line in complaints] == (complaints if tests == 0 else [])
 
 
 RESULT = """<testsuites><testsuite>
