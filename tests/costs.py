@@ -21,7 +21,9 @@ from typing import Any
 
 from tests import ROOT, ledger
 from tests.ceilings import Raise, in_force
-from tests.environment import LEDGER
+from tests.environment import LEDGER, PYTEST
+from tests.ledger import SHARED, cpu_s, file_of
+from tests.reach import test_files
 
 CEILINGS = ROOT / "tests" / "costs.json"
 KEPT = ROOT / "build" / "tests" / "costs"
@@ -63,16 +65,16 @@ def by_file(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns the seconds of each file of tests, `fast` and `slow`."""
     files: dict[str, dict[str, float]] = defaultdict(lambda: {"fast": 0.0, "slow": 0.0})
     for line in lines:
-        if line["test"] != ledger.SHARED:
-            files[line["test"].partition("::")[0]]["slow" if line.get("slow") else "fast"] += sum(line["cpu_s"].values())
+        if line["test"] != SHARED:
+            files[file_of(line["test"])]["slow" if line.get("slow") else "fast"] += cpu_s(line)
     return dict(files)
 
 
 def summary(run_cpu_s: float, wall_s: float, yardstick_s: float) -> Iterator[str]:
     """Yields what a run cost, and keeps it for `ceilings`."""
     lines = [*ledger.read()]
-    told_s = sum(sum(line["cpu_s"].values()) for line in lines)
-    shared_s = sum(sum(line["cpu_s"].values()) for line in lines if line["test"] == ledger.SHARED)
+    told_s = sum(map(cpu_s, lines))
+    shared_s = sum(cpu_s(line) for line in lines if line["test"] == SHARED)
     ratio = factor(yardstick_s)
     KEPT.mkdir(parents=True, exist_ok=True)
     about = {"cpu_s": run_cpu_s, "wall_s": wall_s, "yardstick_s": yardstick_s, "files": by_file(lines)}
@@ -120,8 +122,7 @@ def cost_alone(file: str, seconds: dict[str, float]) -> float:
     which = () if seconds["slow"] and seconds["fast"] else ("-m", "slow" if seconds["slow"] else "not slow")
     folder = ledger.FOLDER.with_name("ledger-alone")
     environ = {**os.environ, LEDGER: str(folder)}
-    command = (sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *which, file)
-    subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=False)
+    subprocess.run((*PYTEST, *which, file), cwd=ROOT, env=environ, capture_output=True, check=False)
     found = by_file(ledger.read(folder)).get(file, {"fast": float("inf")})
     for path in folder.glob("*.jsonl"):
         path.unlink()
@@ -140,9 +141,9 @@ def write_ceilings() -> None:
             if seconds:
                 found["all" if seconds["slow"] else "fast"].append(sum(seconds.values()) * ratio)
         rows = {which: with_room(each) for which, each in found.items() if each}
-        files[file] = {which: min(seconds, files.get(file, {}).get(which, seconds)) for which, seconds in rows.items()}
-    present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    write({**before, "files": {file: row for file, row in sorted(files.items()) if file in present}})
+        old = files.get(file, {})
+        files[file] = {**old, **{which: min(seconds, old.get(which, seconds)) for which, seconds in rows.items()}}
+    write({**before, "files": {file: files[file] for file in test_files() if file in files}})
 
 
 def with_room(seconds: Sequence[float]) -> float:
@@ -164,17 +165,17 @@ def show() -> Iterator[str]:
     of_files: dict[str, Counter[str]] = defaultdict(Counter)
     for line in lines:
         causes.update(line["cpu_s"])
-        file = line["test"].partition("::")[0]
-        files[file] += sum(line["cpu_s"].values())
+        file = file_of(line["test"])
+        files[file] += cpu_s(line)
         of_files[file].update(line["cpu_s"])
-        waiting_s += max(0.0, line["wall_s"] - sum(line["cpu_s"].values()))
+        waiting_s += max(0.0, line["wall_s"] - cpu_s(line))
     yield f"{causes.total():8.1f} CPU-s, and {waiting_s:.0f} s of waiting, by cause"
     yield from (f"{seconds:8.1f} {cause}" for cause, seconds in causes.most_common())
     yield "\nThe dearest files"
     yield from (f"{seconds:8.1f} {file}  ({told(of_files[file])})" for file, seconds in files.most_common(40))
     yield "\nThe dearest tests"
-    dearest = sorted((line for line in lines if line["test"] != ledger.SHARED), key=lambda line: -sum(line["cpu_s"].values()))
-    yield from (f"{sum(line['cpu_s'].values()):8.1f} {line['test']}  ({told(Counter(line['cpu_s']))})" for line in dearest[:60])
+    dearest = sorted((line for line in lines if line["test"] != SHARED), key=lambda line: -cpu_s(line))
+    yield from (f"{cpu_s(line):8.1f} {line['test']}  ({told(Counter(line['cpu_s']))})" for line in dearest[:60])
 
 
 def told(causes: Counter[str]) -> str:

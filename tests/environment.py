@@ -19,9 +19,9 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
+from tests import ROOT
 
 NUM_DEVICES = 8
-ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "tests"
 CACHE = "TESTS_CACHE"
 """Names the folder of what was compiled, in what these tests start."""
@@ -38,6 +38,10 @@ OF_THE_USER = (
 """How the names begin of the variables that a test must not see."""
 OF_PYTHON = ("NPROC", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "OPENBLAS_NUM_THREADS")
 """Others. Without bytecode that is kept, each process that a test starts would compile all our modules."""
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:hypothesispytest")
+"""Without Hypothesis' plugin, of which the tests need nothing. It imports Hypothesis when all tests have ended, and pytest then
+parses its files while other threads run. A thread that prints a traceback parses too. If JAX's callback of the garbage collector
+lets it do so in between, Python 3.11 raises SystemError: AST constructor recursion depth mismatch."""
 XLA_FLAGS = (
     # As every training process has it. Without it a step that accumulates gradients hung here too, once in some runs.
     IN_ORDER,

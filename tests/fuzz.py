@@ -13,11 +13,11 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests import ROOT
+from tests.environment import PYTEST
 
 FOLDER = ROOT / "build" / "fuzz"
 COUNT, SEED = "TESTS_FUZZ_COUNT", "TESTS_FUZZ_SEED"
@@ -64,7 +64,7 @@ def main() -> int:
 def run(kind: str, number: int) -> dict[str, object]:
     """Runs one round, and keeps its outcome; returns it."""
     environ = {**os.environ, COUNT: str(CASES_A_ROUND), SEED: str(number)}
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", KINDS[kind])
+    command = (*PYTEST, "-q", KINDS[kind])
     started_s = time.monotonic()
     ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     line = {"seed": number, "cases": CASES_A_ROUND, "status": ran.returncode, "seconds": round(time.monotonic() - started_s, 1)}

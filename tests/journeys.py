@@ -29,10 +29,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 from cluster.hosts.process_env import IN_ORDER
-from tests import ROOT
+from tests import PACKAGES, ROOT
 from tests.environment import prepare
 
-PACKAGES = ("trainers", "cluster", "orchestrator")
 MAIN, LOADER, BACKGROUND = "main", "loader", "background"
 """Kinds of threads: the main one, those that read batches, and all others."""
 CONFIGURATION, BUILD, STEP, BATCH = "configuration read", "trainer built", "steady step", "batch, loader threads"

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,15 @@ class Ledger:
     def _compiled(self, event: str, seconds: float, **_: Any) -> None:
         if event.startswith(COMPILED_BY_JAX):
             self._compiled_s += seconds
+
+
+def file_of(test: str) -> str:
+    """Returns the file of a test, by the test's id."""
+    return test.partition("::")[0]
+
+
+def cpu_s(line: Mapping[str, Any]) -> float:
+    return sum(line["cpu_s"].values())
 
 
 def read(folder: Path = FOLDER) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,6 @@ import signal
 import sys
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import pytest
 from _pytest.junitxml import LogXML
 
 from tests.environment import start_jax
-from tests.ledger import Ledger
+from tests.ledger import Ledger, file_of
 
 MACHINES = 2
 """So many files of gangs or whole jobs at a time: each job is a dozen processes."""
@@ -39,7 +38,7 @@ class Pool:
 
     def __init__(self, num_workers: int):
         self._num_workers, self._numbers = num_workers, itertools.count()
-        self._waiting: deque[list[int]] = deque()
+        self._waiting: list[list[int]] = []
         """Files that no worker has taken: the indices of their tests."""
         self._workers: list[Worker] = []
 
@@ -105,6 +104,7 @@ class Pool:
             hook.pytest_runtest_logreport(report=report)
             if session.shouldfail or session.shouldstop:
                 for each in self._workers:
+                    each.idle = False  # it ends, and is given nothing more
                     with suppress(BrokenPipeError):
                         each.connection.send(None)
         elif kind == "ended":
@@ -140,7 +140,7 @@ class Pool:
         elif status:
             raise session.Failed(f"a worker ended with status {status} between two tests")
         if worker.left:
-            self._waiting.appendleft(worker.left)
+            self._waiting.insert(0, worker.left)
         if self._waiting and not (session.shouldfail or session.shouldstop):
             self._start(session)
 
@@ -167,7 +167,7 @@ def files_of(items: Sequence[pytest.Item]) -> list[list[int]]:
     """Returns the indices of the tests of each file, in the order of the items."""
     return [
         [index for index, _ in of_file]
-        for _, of_file in itertools.groupby(enumerate(items), key=lambda each: each[1].nodeid.partition("::")[0])
+        for _, of_file in itertools.groupby(enumerate(items), key=lambda each: file_of(each[1].nodeid))
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import costs
+from tests.ledger import file_of
 
 MARKERS = {
     "slow(why)": "is left to `make test-changed` and `make test-all`: why a cheaper test in `make test` is enough there",
@@ -36,13 +37,13 @@ class Progress:
                     raise pytest.UsageError(f'{item.nodeid}: expected @pytest.mark.{marker.name}("why"), found {marker}')
         if chosen := self._config.getoption("slow_of"):
             self._leave_out(items, Path(chosen).read_text().splitlines())
-        slow = {file_of(item) for item in items if item.get_closest_marker("slow")}
+        slow = {file_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
         expected_s = costs.expected_s(slow)
         # Else one worker would begin the dearest file when all others have ended. The order within a file stays.
-        items.sort(key=lambda item: (-expected_s(file_of(item)), file_of(item)))
+        items.sort(key=lambda item: (-expected_s(file_of(item.nodeid)), file_of(item.nodeid)))
 
     def _leave_out(self, items: list[pytest.Item], chosen: list[str]) -> None:
-        out = [item for item in items if item.get_closest_marker("slow") and file_of(item) not in chosen]
+        out = [item for item in items if item.get_closest_marker("slow") and file_of(item.nodeid) not in chosen]
         left_out = set(out)
         items[:] = [item for item in items if item not in left_out]
         self._config.hook.pytest_deselected(items=out)
@@ -60,7 +61,7 @@ class Progress:
         return ("skipped", "", "") if report.skipped and not hasattr(report, "wasxfail") else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = report.nodeid.split("::")[0]
+        file = file_of(report.nodeid)
         self._seconds[file] += report.duration
         if report.when == "call" or not report.passed:
             self._outcomes[file]["failed" if report.failed else "skipped" if report.skipped else "passed"] += 1
@@ -70,7 +71,7 @@ class Progress:
                 self._show(file)
 
     def _expect(self, ids: list[str]) -> None:
-        self._left = Counter(node.split("::")[0] for node in ids)
+        self._left = Counter(map(file_of, ids))
         self._total = len(self._left)
 
     def _show(self, file: str) -> None:
@@ -95,7 +96,3 @@ def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
         for index, item in enumerate(of_one_test):
             if index not in kept:
                 item.add_marker(pytest.mark.slow("another case of the same test is run in `make test`"))
-
-
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]

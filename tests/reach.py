@@ -17,11 +17,11 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests import ROOT
+from tests import PACKAGES, ROOT
+from tests.imports import imported_by
 
 PROVED = ROOT / "tests" / "proved.toml"
-PRODUCT = ("trainers", "cluster", "orchestrator")
-CODE = (*PRODUCT, "tests", "benchmarks", "examples")
+CODE = (*PACKAGES, "tests", "benchmarks", "examples")
 TURNS = 5
 EVERYTHING = ("requirements.lock", "pyproject.toml", "setup.py", "Makefile", "tests/conftest.py", "tests/__init__.py")
 """What every test stands on."""
@@ -76,7 +76,7 @@ def _reaches(test: str, file: str) -> bool:
     if file in EVERYTHING:
         return True
     read, wings = closure(test), wings_of(test)
-    if wings and file.startswith(PRODUCT):
+    if wings and file.startswith(PACKAGES):
         return any(file == wing or file.startswith(f"{wing}/") for wing in wings)
     if file.endswith(".py"):
         # A deleted file was imported by what has changed with it. One that nobody imports is a program, named somewhere.
@@ -120,15 +120,14 @@ def closure(test: str) -> frozenset[str]:
 
 @functools.cache
 def arrows(file: str) -> tuple[str, ...]:
-    """Returns the files that a file imports, anywhere in it; of tests and of examples, those that a text of theirs names too."""
-    tree, found = ast.parse(text_of(file)), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(path for alias in node.names for path in files_of(alias.name))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.update(path for alias in node.names for path in files_of(f"{node.module}.{alias.name}"))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not file.startswith(PRODUCT):
-            found.update(files_of(node.value.partition(":")[0]))
+    """Returns the files that a file imports, anywhere in it; of tests and examples, those that a text of theirs names too."""
+    found = set[str]()
+    nodes = [*ast.walk(ast.parse(text_of(file)))]
+    modules = [module for module, _ in imported_by(nodes, ROOT / file)]
+    if not file.startswith(PACKAGES) and Path(file).parent != Path("tests"):  # which holds what runs the tests
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        modules += [text.partition(":")[0] for text in texts]
+    found.update(path for module in modules for path in files_of(module))
     return (*sorted(found - {file}), *STARTED_BY_NAME.get(file, ()))
 
 

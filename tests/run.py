@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,8 +19,8 @@ from xml.etree import ElementTree
 
 from tests import ROOT, costs, ledger, reach
 from tests.compile_cache import MAX_BYTES, delete_oldest
-from tests.environment import cache_folder
-from tests.process_tree import ProcessTree
+from tests.environment import PYTEST, cache_folder
+from tests.process_tree import Meter
 
 RESULTS = Path("build/tests")
 RESULT = RESULTS / "result.xml"
@@ -29,10 +28,6 @@ SLOW_FILES = RESULTS / "slow_files.txt"
 MESSAGE_CHARACTERS = 4_000
 NUM_WORKERS = 4
 """Twice the cores: tests of whole jobs wait more than they compute."""
-NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
-"""Its plugin imports it when all tests have ended, and pytest then parses its files while other threads run. A thread that prints
-a traceback parses too. If JAX's callback of the garbage collector lets it do so in between, Python 3.11 raises SystemError: AST
-constructor recursion depth mismatch. The tests need nothing of the plugin."""
 TIERS = ("test", "changed", "all")
 OF_DOCUMENTS = ("code_blocks", "docs", "links", "commands", "pages", "migrating", "troubleshooting", "documented_metrics")
 """Files of tests that read the documents, by a part of their names."""
@@ -51,14 +46,16 @@ def main(arguments: Sequence[str]) -> int:
     selection = selected(options.tiers, changed)
     delete_oldest(cache_folder(os.environ).parent, MAX_BYTES)
     yardstick_s = costs.measured_yardstick_s() if whole else None
-    with Watch() as watch:
-        status = run_pytest(selection, options.workers, of_pytest)
+    meter, started_s = Meter(), time.monotonic()
+    before_s = meter.read().total()
+    status = run_pytest(selection, options.workers, of_pytest)
+    cpu_s, wall_s = meter.read().total() - before_s, time.monotonic() - started_s
     for line in failures(status):
         print(line, flush=True)
     if yardstick_s is None:
         return status
-    print("\n".join(costs.summary(watch.cpu_s, watch.wall_s, yardstick_s)), flush=True)
-    too_dear = [*costs.too_dear(options.tiers, watch.cpu_s, yardstick_s)] if status == 0 else []
+    print("\n".join(costs.summary(cpu_s, wall_s, yardstick_s)), flush=True)
+    too_dear = [*costs.too_dear(options.tiers, cpu_s, yardstick_s)] if status == 0 else []
     for complaint in too_dear:
         print(complaint, flush=True)
     if status == 0 and options.tiers == ["all"] and not too_dear:
@@ -78,29 +75,10 @@ def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, 
     return (f"--slow-of={SLOW_FILES}", *(() if "test" in tiers else ("-m", "slow")))
 
 
-class Watch:
-    """What the tests cost in all, as it is seen from outside of them."""
-
-    def __enter__(self) -> Watch:
-        self._tree, self._started_s, self._over = ProcessTree(), time.monotonic(), threading.Event()
-        self._before_s = self._tree.read().total()
-        threading.Thread(target=self._look, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self.cpu_s = self._tree.read().total() - self._before_s
-        self.wall_s = time.monotonic() - self._started_s
-
-    def _look(self) -> None:
-        while not self._over.wait(0.5):
-            self._tree.read()
-
-
 def run_pytest(selection: Sequence[str], num_workers: int, options: Sequence[str]) -> int:
     RESULT.unlink(missing_ok=True)  # an earlier run's
     result = ("--junitxml", str(RESULT), "--override-ini", "junit_family=xunit1")  # this form names the file
-    command = (sys.executable, "-m", "pytest", *result, *NO_HYPOTHESIS, f"--pool={num_workers}", *selection, *options)
+    command = (*PYTEST, *result, f"--pool={num_workers}", *selection, *options)
     return wait_for(subprocess.Popen(command, cwd=ROOT, env=dict(os.environ)))
 
 

@@ -1,7 +1,6 @@
 """The ceilings of journeys through the product (`tests/ceilings.toml`), and what commits made of all ceilings."""
 
 import json
-import subprocess
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.ceilings import (
     raised_silently,
 )
 from tests.journeys import count, figures
+from tests.reach import git
 
 
 def test_no_journey_becomes_longer(tmp_path):
@@ -49,7 +49,3 @@ def test_no_ceiling_of_a_test_file_was_raised_without_an_entry():
     assert_none(
         [*silent, *entries_changed(entries, costs.raises(table)), *broken_chains(costs.base_rows(table), costs.raises(table))]
     )
-
-
-def git(*arguments):
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -1,15 +1,15 @@
 """The seconds of all processes that a process has started are counted, once, whoever collects them."""
 
 import itertools
-import os
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.process_tree import Meter, ProcessTree, kind_of
-from tests.programs.processes import wait_until
+from tests.programs.processes import is_gone, wait_until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 PARENT = """
@@ -35,7 +35,7 @@ def test_a_child_of_a_child_counts_whether_its_parent_collects_it_or_not(ignores
 
         def burnt():
             seen.append(tree.read() - before)
-            return seen[-1]["commands"] >= 0.4 and not [*others(process.pid)]
+            return seen[-1]["commands"] >= 0.4 and all(is_gone(child.pid) for child in psutil.Process(process.pid).children())
 
         assert wait_until(burnt, every_s=0.05), seen[-1]
         process.stdin.write("\n")
@@ -43,19 +43,6 @@ def test_a_child_of_a_child_counts_whether_its_parent_collects_it_or_not(ignores
     seen.append(tree.read() - before)
     assert all(later.total() >= earlier.total() for earlier, later in itertools.pairwise(seen))
     assert seen[-1]["commands"] < 1.5, "twice"
-
-
-def others(pid):
-    return (each for each in os.listdir("/proc") if each.isdigit() and int(each) != pid and parent_of(each) == pid)
-
-
-def parent_of(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return int(fields[1]) if fields[0] != "Z" else None
-    except OSError:
-        return None
 
 
 def test_what_comes_and_goes_between_two_looks_is_counted_by_its_parent():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests import ROOT
+from tests import PACKAGES, ROOT
 from tests.ceilings import (
     FILE,
     Raise,
@@ -20,8 +20,8 @@ from tests.ceilings import (
     parse,
     raised_silently,
 )
+from tests.imports import imported_by, sources, top
 from tests.journeys import figures, is_function, table
-from tests.unit.test_arrows import PACKAGES, imported_by, sources, top
 
 NUM_RANKS = 6
 WHY = "a step also reports the slowest slice"

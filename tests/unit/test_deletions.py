@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 
 DELETES = {"trainers/storage/ours.py", "cluster/agent/log_mark.py"}
 """`cluster` imports nothing of `trainers`; it deletes logs alone."""

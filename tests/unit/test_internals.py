@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster import ray_internals
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 from trainers import jax_internals
 
 HOMES = {"jax._src": jax_internals, "ray._private": ray_internals}

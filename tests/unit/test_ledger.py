@@ -85,10 +85,12 @@ def test_ceilings_are_written_from_kept_runs_and_never_become_higher(table, tmp_
         files = {name: {"fast": seconds, "slow": 0.0} for name in ("tests/unit/test_ledger.py", "tests/unit/test_docs.py")}
         about = {"yardstick_s": 0.5, "files": files, "cpu_s": 1, "wall_s": 1}
         (tmp_path / "kept" / f"{number}.json").write_text(json.dumps(about))
-    costs.write({**TABLE, "files": {"tests/unit/test_docs.py": {"fast": 3.1}, "tests/unit/test_gone.py": {"fast": 1.0}}})
+    costs.write(
+        {**TABLE, "files": {"tests/unit/test_docs.py": {"fast": 3.1, "all": 9.0}, "tests/unit/test_gone.py": {"fast": 1.0}}}
+    )
     costs.write_ceilings()
     assert costs.read_ceilings()["files"] == {
-        "tests/unit/test_docs.py": {"fast": 3.1},
+        "tests/unit/test_docs.py": {"fast": 3.1, "all": 9.0},
         "tests/unit/test_ledger.py": {"fast": 4.5},
     }
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 from trainers.storage import durable
 
 NEW_FOLDER = "it writes into a folder with a random name that it has just created"

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mutants
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES
+from tests import PACKAGES, ROOT
 
 FILE = ROOT / "tests" / "data" / "one_line_faults.toml"
 LEAST = 3

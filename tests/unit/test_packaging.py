@@ -8,8 +8,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from orchestrator import gangway
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 from trainers.config.arguments import load_object
 
 

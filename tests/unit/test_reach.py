@@ -39,6 +39,10 @@ def test_what_a_change_can_reach(file, test):
         ("tests/ray/conftest.py", "tests/multihost/test_hosts.py"),
         ("README.md", "tests/multihost/test_hosts.py"),
         ("tests/costs.json", "tests/faults/test_chaos.py"),
+        # What runs the tests knows the commands of processes by their names, and starts none of them.
+        ("trainers/worker.py", "tests/unit/trainers/storage/test_documents.py"),
+        ("orchestrator/run_state/requests.py", "tests/unit/trainers/step/test_loss.py"),
+        ("trainers/evaluation/previews.py", "tests/unit/orchestrator/driver/test_driver.py"),
     ],
 )
 def test_what_it_cannot_reach(file, test):

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 
 OF_STORAGE = {"run_dir", "run_folder", "storage"}
 """How the code calls the folder or the URL of a run, or of all runs."""

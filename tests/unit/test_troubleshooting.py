@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import ROOT
-from tests.unit.test_arrows import PACKAGES, sources
+from tests import PACKAGES, ROOT
+from tests.imports import sources
 
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^> (.*)$", TEXT, re.M)
