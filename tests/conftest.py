@@ -15,10 +15,13 @@ prepare(os.environ)
 
 
 @pytest.fixture(autouse=True)
-def _threads_of_others_are_their_own():
-    """A command that a test calls sets it for its own process, which is the one of all tests here."""
+def _own_environment():
+    """What a command that a test calls sets for its own process, which is that of many tests here, is gone after the test."""
+    before = dict(os.environ)
     yield
-    os.environ.pop("NPROC", None)
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def pytest_addoption(parser):

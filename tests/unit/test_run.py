@@ -118,6 +118,13 @@ def test_the_oldest_of_what_was_compiled_goes_first(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["middle", "new"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_test_sees_nothing_that_another_one_has_set(number):
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    os.environ.update(JAX_COMPILATION_CACHE_DIR="elsewhere", JAX_PLATFORMS="tpu")
+
+
 WAITS = ("run", "wait", "communicate", "join", "get", "wait_until", "timeout")
 NOT_FOR_WHAT_MUST_COME = {
     "tests/multihost/test_accelerator.py": "it is a benchmark of many minutes",
