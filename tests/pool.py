@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+from _pytest.capture import CaptureManager, FDCapture
 from _pytest.junitxml import LogXML
 
 from tests.environment import start_jax
@@ -138,7 +140,8 @@ class Pool:
                 report = pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, longrepr, when)  # type: ignore[arg-type]
                 session.config.hook.pytest_runtest_logreport(report=report)
         elif status:
-            raise session.Failed(f"a worker ended with status {status} between two tests")
+            session.shouldfail = f"a worker ended with status {status} between two tests"
+            raise session.Failed(session.shouldfail)
         if worker.left:
             self._waiting.insert(0, worker.left)
         if self._waiting and not (session.shouldfail or session.shouldstop):
@@ -201,6 +204,16 @@ def become_worker(session: pytest.Session, connection: Connection, number: int) 
         os._exit(status)
 
 
+def capture_apart(manager: CaptureManager | None) -> None:
+    """Lets this process capture what its tests print into files of its own: those of its parent have one offset for all forks.
+    The streams stay, since loggers hold them that were made when modules were imported."""
+    capturing = manager and manager._global_capturing
+    for each in (capturing.out, capturing.err) if capturing else ():
+        if isinstance(each, FDCapture):
+            with tempfile.TemporaryFile() as file:
+                os.dup2(file.fileno(), each.tmpfile.fileno())
+
+
 class EndOfFile:
     """In place of the next test: none of the fixtures of a file or of a folder is there for it, those of the session are."""
 
@@ -220,13 +233,13 @@ class Running:
         for plugin in plugins.get_plugins():
             if plugins.get_name(plugin) in ("terminalreporter", "gangway-progress") or isinstance(plugin, LogXML):
                 plugins.unregister(plugin)
-        capture = plugins.get_plugin("capturemanager")
-        if capture is not None:  # its files have one offset for all that share them
-            capture.stop_global_capturing()
-            capture.start_global_capturing()
+        capture_apart(plugins.get_plugin("capturemanager"))
         folders = session.config._tmp_path_factory  # type: ignore[attr-defined]
         folders._basetemp = folders.getbasetemp() / f"worker-{number}"
         folders._basetemp.mkdir()
+        # Ray writes there which of its clusters was started last.
+        os.environ["RAY_TMPDIR"] = f"{os.environ['RAY_TMPDIR']}/{number}"
+        os.makedirs(os.environ["RAY_TMPDIR"], exist_ok=True)
         import numpy as np
 
         random.seed()

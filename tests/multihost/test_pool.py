@@ -16,6 +16,15 @@ def test_before(): ...
 def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
 def test_after(): ...
 """
+FAILS = """
+import logging, sys
+logger = logging.getLogger("made at import")
+logger.addHandler(logging.StreamHandler(sys.stderr))
+def test_fails(tmp_path):
+    print("of the test that fails")
+    logger.warning("logged by a handler of an import")
+    assert str(tmp_path) == 'wrong'
+"""
 SHARES = """
 import pytest
 @pytest.fixture(scope="module")
@@ -23,7 +32,8 @@ def once():
     print("set up")
     yield
     print("torn down")
-def test_one(once): ...
+def test_one(once):
+    for _ in range(1000): print("of another file")
 def test_other(once): ...
 @pytest.mark.skip
 def test_skipped(): ...
@@ -47,7 +57,7 @@ def test(): ...
 FILES = {
     "conftest.py": "from tests.conftest import *\n",
     "test_dies.py": DIES,
-    "test_fails.py": "def test_fails(tmp_path):\n    assert str(tmp_path) == 'wrong'\n",
+    "test_fails.py": FAILS,
     "test_shares.py": SHARES,
 }
 
@@ -82,6 +92,10 @@ def test_a_worker_that_dies_has_failed_its_test_alone(folder):
     assert "the worker that ran it ended with status -9" in ran.stdout
     assert "test_dies.py::test_dies" in ran.stdout
     assert "test_fails.py::test_fails" in ran.stdout
+    assert "of the test that fails" in ran.stdout
+    assert "logged by a handler of an import" in ran.stdout
+    assert "of another file" not in ran.stdout, "of a test that passed"
+    assert "Logging error" not in ran.stdout + ran.stderr
     assert "worker-" in ran.stdout, "workers have folders of their own"
     assert not [line for line in ledger.read() if line["test"].startswith("test_dies.py")], "counted twice"
 

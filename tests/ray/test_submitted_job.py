@@ -93,7 +93,7 @@ def test_a_submitted_job_trains_and_is_seen(dashboard, submit, gauges, tmp_path)
     with runs_in(dashboard) as answer:
         runs = {run["name"]: run["status"] for run in json.load(answer)["train_runs"]}
     assert runs["tiny"] == "FINISHED"
-    actors = list_actors(filters=[("class_name", "=", "HostAgent")], detail=True, limit=100)
+    actors = list_actors(address=dashboard, filters=[("class_name", "=", "HostAgent")], detail=True, limit=100)
     names = [re.fullmatch(r"tiny-\w+, host-(\d+)", actor.repr_name) for actor in actors]
     assert {int(name.group(1)) for name in names} == {0, 1}
     assert {name for name, run in gauges if run == "tiny"} == EXPORTED
