@@ -6,12 +6,22 @@ import signal
 
 import pytest
 
-from tests.environment import prepare, start_jax
+from tests.environment import QUICK_TO_COMPILE, prepare, start_jax
 from tests.ledger import Ledger
 from tests.pool import Pool
 from tests.progress import MARKERS, Progress
 
 prepare(os.environ)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_to_compile(request):
+    """What a test starts is compiled quickly, except where a file has AS_USERS_COMPILE."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUICK_TO_COMPILE.items():
+            if not hasattr(request.module, "AS_USERS_COMPILE"):
+                patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(autouse=True)

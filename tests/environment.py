@@ -49,6 +49,8 @@ XLA_FLAGS = (
     # Default 40 s: on a machine that does much else, XLA would abort the process while some devices wait for the others.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
+QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""How JAX's own tests are compiled."""
 NO_CLOUD = {
     # A client of a cloud finds no keys and no metadata server, and no hub: at once, not after a timeout.
     "AWS_ACCESS_KEY_ID": "none",

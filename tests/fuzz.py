@@ -5,7 +5,7 @@
 
 It goes round after round, each with a seed of its own, and writes the outcome of each into build/fuzz/KIND.jsonl. A command that
 was ended goes on where it was. A round that fails is shown, and can be run again alone: its seed is in its line. What it finds
-becomes a fixed case of the suite."""
+becomes a fixed case of the suite. `make test-all` draws the sample by the seed of the day."""
 
 from __future__ import annotations
 

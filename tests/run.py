@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests import ROOT, costs, ledger, reach
+from tests import ROOT, costs, fuzz, ledger, reach
 from tests.compile_cache import MAX_BYTES, delete_oldest
 from tests.environment import PYTEST, cache_folder
 from tests.process_tree import Meter
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     changed = reach.changed_files() if "changed" in options.tiers else None
     selection = selected(options.tiers, changed)
     delete_oldest(cache_folder(os.environ).parent, MAX_BYTES)
+    if "all" in options.tiers:
+        os.environ.setdefault(fuzz.SEED, f"{date.today():%Y%m%d}")
+        print(f"random cases are drawn by the seed of the day, {os.environ[fuzz.SEED]}", flush=True)
     yardstick_s = costs.measured_yardstick_s() if whole else None
     meter, started_s = Meter(), time.monotonic()
     before_s = meter.read().total()

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
-from tests import ROOT
+from tests import ROOT, fuzz
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
@@ -27,7 +27,7 @@ from trainers.storage.row import KIND, Row
 
 WINGS = ("trainers/storage", "trainers/checkpoint", "orchestrator/run_state")
 
-TINY = str(ROOT / "configs" / "tiny.yaml")
+TINY = str(ROOT / "tests" / "programs" / "table.yaml")
 STEPS = 60
 pytestmark = [pytest.mark.slow("trains whole jobs")]
 
@@ -168,13 +168,18 @@ def test_a_process_the_agent_and_the_driver_are_killed_one_after_the_other(bucke
     assert summary["drivers"] == 2
 
 
-@pytest.mark.parametrize("bucket", ["gs", "weed"], indirect=True)
+@pytest.mark.parametrize("bucket", ["weed"], indirect=True)
 def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undisturbed):
-    """The second command is killed as a whole (SIGKILL), and the third takes the run from the dead one by the row."""
+    """A command beside it is refused. The one after it is killed as a whole (SIGKILL), and the last takes the run from the dead
+    one by the row."""
     url = bucket.url()
     job = start(url)
-    job.pace(0.3)  # steps are left for each launch
+    job.pace(3.0)  # steps are left for each launch
     job.wait_until(lambda: 20 in job.saved())
+    command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
+    beside = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
+    assert (beside.returncode, "is in use" in beside.stderr) == (2, True), beside.stderr
+    job.pace(0.3)
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.ended() == 3, job.said()
     stopped = job.summary()
@@ -219,19 +224,6 @@ def test_what_a_network_and_a_cloud_do_on_bad_days_loses_nothing_and_is_told(buc
     assert f"{summary['failed_requests']} requests to it failed and were made again" in said
 
 
-@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
-    url = bucket.url()
-    job = start(url, "max_num_steps=100000")
-    job.wait_until(lambda: 20 in job.saved())
-    command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
-    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
-    assert second.returncode == 2
-    assert "is in use" in second.stderr
-    os.killpg(job.process.pid, signal.SIGINT)
-    assert job.ended() == 3
-
-
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_a_program_is_verified_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
     """Undisturbed twice, killed after a checkpoint, gone on with on fewer hosts, and along that lineage: bit for bit."""
@@ -249,7 +241,7 @@ def test_a_program_is_verified_in_a_bucket(bucket, tmp_path, monkeypatch, capsys
 def test_a_chaos_run_in_a_bucket_equals_its_replay(bucket, tmp_path, monkeypatch, capsys):
     """A flipped byte in an object of the newest checkpoint, the driver and an agent."""
     monkeypatch.chdir(ROOT)
-    url, seed = bucket.url(), str(int(time.time()) % 10_000)
+    url, seed = bucket.url(), str(fuzz.seed(1))
     overrides = [f"storage={url}", f"hosts.log_dir={tmp_path}", "tracking.mlflow=false", "checkpoint.save_steps=20"]
     status = chaos.main([TINY, *overrides, "--faults", "flip,driver,agent,disk_full", "--seed", seed])
     said = capsys.readouterr().out

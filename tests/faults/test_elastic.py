@@ -17,6 +17,8 @@ from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
 WINGS = ("orchestrator/driver", "orchestrator/policies", "cluster/gang", "trainers/checkpoint")
 
+REPLAYED = {}
+
 pytestmark = pytest.mark.slow("trains while hosts come and go")
 
 
@@ -40,19 +42,14 @@ def job(tmp_path, folder, env=(), **changes):
 
 
 def replay(tmp_path, summary, hosts):
-    """The summary of an undisturbed run along the lineage of `summary`."""
-    path = tmp_path / "lineage.json"
-    path.write_text(json.dumps({name: summary[name] for name in ("lineage", "skipped_batches")}))
-    return run_job(
-        settings(
-            tmp_path,
-            name="reference",
-            max_num_steps=24,
-            checkpoint={"save_steps": 4},
-            hosts={"count": hosts},
-            driver={"replay": str(path)},
-        )
-    )
+    """The summary of an undisturbed run along the lineage of `summary`: one run for all tests that went the same way."""
+    way = json.dumps({name: summary[name] for name in ("lineage", "skipped_batches")}), hosts
+    if way not in REPLAYED:
+        path = tmp_path / "lineage.json"
+        path.write_text(way[0])
+        about = {"max_num_steps": 24, "checkpoint": {"save_steps": 4}, "driver": {"replay": str(path)}}
+        REPLAYED[way] = run_job(settings(tmp_path, name="reference", hosts={"count": hosts}, **about))
+    return REPLAYED[way]
 
 
 def check_equal(summary, reference):

@@ -11,6 +11,7 @@ from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
 
 WINGS = ("orchestrator/faultlab", "orchestrator/verify.py", "trainers/checkpoint", "trainers/loop")
+AS_USERS_COMPILE = True
 
 pytestmark = pytest.mark.slow("trains each program several times")
 

@@ -18,13 +18,12 @@ from cluster.agent.child_process import ChildProcess, ExitStatus, child_env
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.process_env import process_env
 from tests import ROOT
+from tests.environment import QUICK_TO_COMPILE
 from tests.event_schema import check_event
 from tests.multihost.fork_server import ForkServer, settings_of_jax
 from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments
 
-QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-"""How JAX's own tests are compiled. Whole jobs, in tests/ray and tests/faults, are compiled as those of users."""
 NUM_SERVERS = 3
 """Each has a hash seed of its own: what hosts do, and what a run and its replay do, must not depend on the order of a set."""
 

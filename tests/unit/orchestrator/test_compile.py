@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import warnings
 
 import pytest
 
@@ -12,7 +13,9 @@ from cluster.agent.child_process import child_env
 from cluster.hosts import compiler_flags
 from orchestrator import compile as command
 from orchestrator.config.job import load
+from orchestrator.planning.child import Child
 from tests import ROOT
+from tests.programs import real_size
 
 COMPILER = ROOT / "build" / "tpu" / "libtpu" / "libtpu.so"
 GB = 10**9
@@ -104,15 +107,31 @@ def of_tokens(config, mesh):
     return (6 * model.num_layers + 2) * rows * training.data.sequence_length * model.width * 2
 
 
+@pytest.fixture
+def facts_of(compiler, monkeypatch):
+    """Returns what the compiler tells of the step of a configuration, or has told of the very same step."""
+
+    def of(name, config, known):
+        monkeypatch.setenv(real_size.DIGEST, known.get(name, {}).get("digest", ""))
+        monkeypatch.setattr("orchestrator.planning.child.Child", lambda module, *how: Child(real_size.__name__, *how))
+        facts = command.facts(config)
+        if "memory" in facts:
+            real_size.write(name, facts)
+            warnings.warn(f"{name} was compiled; if its step has changed: python -m tests.programs.real_size keep", stacklevel=2)
+        return {**known.get(name, {}), **facts}
+
+    return of
+
+
 @pytest.mark.parametrize(
     "name",
     [name if name == CHEAPEST else pytest.param(name, marks=pytest.mark.slow("a real size")) for name in LARGE],
 )
-def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder, tmp_path):
+def test_it_fits_and_exchanges_its_weights_alone(name, facts_of, folder, tmp_path):
     path = ROOT / "configs" / "large" / f"{name}.yaml"
     pretrained = [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else []
     config = load(str(path), [f"storage={tmp_path}", *pretrained])
-    facts = command.facts(config)
+    facts = facts_of(name, config, real_size.known())
     num_weights, divided_over = LARGE[name]
     weights, steps = 2 * num_weights / divided_over, config.training.accumulation_steps  # bfloat16
     assert facts["whole"] == {}, "large arrays that every device has whole"
@@ -125,6 +144,18 @@ def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder, tmp_pat
     # Forward, again for what is not kept, and backward; of experts, their tokens too.
     assert 0.3 * steps * weights < gathered < (6 if name not in SHARED else 12) * steps * weights
     assert summed < SUMS.get(name, 1.5) * steps * weights
+
+
+@pytest.mark.slow("compiles a real size")
+def test_a_step_that_is_not_known_is_compiled(facts_of):
+    path, known = str(ROOT / "configs" / "large" / f"{CHEAPEST}.yaml"), real_size.known()
+    with pytest.warns(UserWarning, match=f"{CHEAPEST} was compiled"):
+        changed = facts_of(CHEAPEST, load(path, ["loss.z_loss_weight=0.01"]), known)
+    with pytest.warns(UserWarning, match=f"{CHEAPEST} was compiled"):
+        found = facts_of(CHEAPEST, load(path), {})
+    assert changed["digest"] != found["digest"] == known[CHEAPEST]["digest"]
+    assert found["exchanged_over"] == known[CHEAPEST]["exchanged_over"]
+    assert found["memory"]["peak"] == pytest.approx(known[CHEAPEST]["memory"]["peak"], rel=0.02)
 
 
 SHARED = ("llama3_8b_long_v5p", "llama3_8b_long_h100")

@@ -95,14 +95,12 @@ def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     ("mesh", "changes"),
     [
         ({"data": 1, "context": 8}, {}),
-        ({"data": 4, "context": 2}, {}),
         ({"data": 1, "fsdp": 4, "context": 2}, {}),
         ({"data": 1, "tensor": 2, "context": 4}, {}),
         ({"data": 1, "expert": 2, "context": 4}, {"model": EXPERTS, "loss": {"load_balancing_weight": 0.02}}),
-        ({"data": 2, "context": 4}, {"model": WINDOWS}),
-        ({"data": 2, "context": 4}, {"model": {**SIZES, "remat": "full"}, "loss": {"z_loss_weight": 0.01}}),
+        ({"data": 2, "context": 4}, {"model": {**WINDOWS, "remat": "full"}, "loss": {"z_loss_weight": 0.01}}),
     ],
-    ids=["alone", "data", "fsdp", "tensor", "expert", "windows", "remat"],
+    ids=["alone", "fsdp", "tensor", "expert", "windows and remat"],
 )
 def test_with_each_other_axis(tmp_path, events, texts, mesh, changes, exchange):
     model = {**changes.get("model", SIZES), "context_attention": exchange}
