@@ -6,10 +6,10 @@ what the tests have compiled since."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -75,7 +75,9 @@ def keep() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["keep"]:
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.real_size", description=__doc__)
+    parser.add_argument("keep", nargs="?", choices=("keep",), help="without it: a request of orchestrator.compile is read")
+    if parser.parse_args().keep:
         keep()
     else:
         compile_really = program.compiled
