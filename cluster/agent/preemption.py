@@ -38,14 +38,15 @@ def sources(notice_file: str | None, metadata: str | None) -> list[Source]:
 def poll_sources(
     sources: Sequence[Source], on_answer: Callable[[MachineTakenAway | None], None], on_trouble: Callable[[str], None]
 ) -> NoReturn:
-    """Asks all sources again and again, and never returns. A source that does not answer is reported once; its last answer
-    stays."""
+    """Asks all sources again and again, and never returns. A source that does not answer is reported once an
+    outage; its last answer stays."""
     silent: set[int] = set()
     answers: dict[int, MachineTakenAway | None] = {}
     while True:
         for number, source in enumerate(sources):
             try:
                 answers[number] = source()
+                silent.discard(number)
             except OSError as error:
                 # Not an answer of None, which would withdraw a notice, and report it as a new one a second later.
                 if number not in silent:

@@ -5,6 +5,7 @@ Each RUN is a run's folder, or its URL. Exit status: 0; 2 when one of them is no
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,13 +100,11 @@ def results_of(run: Overview) -> dict[str, Any]:
 
 def best(name: str, values: Sequence[Any]) -> list[int]:
     """Returns the numbers of the runs that are best by a result: several if they are equal; none if all are, or if nothing says
-    what is better."""
-    numbers = [value for value in values if isinstance(value, int | float)]
-    if len(numbers) < 2 or len(set(numbers)) == 1:
+    what is better. A result that is not finite is never the best."""
+    finite = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if len({*values} - {None}) < 2 or not finite or not name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
         return []
-    if not name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
-        return []
-    first = min(numbers) if name.endswith(LOWER_IS_BETTER) else max(numbers)
+    first = min(finite) if name.endswith(LOWER_IS_BETTER) else max(finite)
     return [number for number, value in enumerate(values) if value == first]
 
 

@@ -7,7 +7,7 @@ import unicodedata
 
 def count(number: float) -> str:
     """1,234 · 41.2 k · 3.21 M · 1.50 G."""
-    for limit, divisor, unit in ((1e4, 1, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M")):
+    for limit, divisor, unit in ((1e4, 1, ""), (999.5e3, 1e3, " k"), (999.5e6, 1e6, " M")):
         if abs(number) < limit:
             return _three_digits(number / divisor) + unit if unit else f"{number:,.0f}"
     return _three_digits(number / 1e9) + " G"
@@ -46,4 +46,4 @@ def sentence(text: str) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

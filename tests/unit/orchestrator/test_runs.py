@@ -185,6 +185,10 @@ def test_runs_are_compared_by_what_differs(start, storage, capsys):
     assert [line.split()[1:] for line in said.splitlines() if line.split()[:1] == ["loss"]] == [["2.0000", "*", "1.5000"]]
     assert [compare.best(name, [2.0, 1.5]) for name in ("loss", "goodput", "mine")] == [[1], [0], []]
     assert compare.best("eval_loss", [1.0, None, 1.0]) == []
+    nan = float("nan")
+    assert [compare.best("loss", values) for values in ([nan, 1.0, 2.0], [2.0, nan, 1.0], [nan, 1.0])] == [[1], [2], [1]]
+    assert compare.best("goodput", [float("inf"), 0.5]) == [1], "no run is that good"
+    assert compare.best("loss", [nan, nan]) == []
     assert compare.best("eval_loss", [2.0, 1.0, None, 1.0]) == [1, 3], "two that are equal are both the best"
     with pytest.raises(SystemExit):
         compare.main(folders[:1])

@@ -91,6 +91,24 @@ def test_a_source_that_does_not_answer_is_reported_of_once(monkeypatch):
     assert troubles == ["this machine cannot learn whether it is about to be taken away: no route to host"]
 
 
+def test_a_source_that_answered_again_is_reported_at_the_next_outage(monkeypatch):
+    class Enough(Exception): ...
+
+    answers = iter([OSError("first"), OSError("still"), None, OSError("second"), Enough()])
+    troubles = []
+
+    def source():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(preemption.time, "sleep", lambda seconds: None)
+    with pytest.raises(Enough):
+        preemption.poll_sources([source], lambda answer: None, troubles.append)
+    assert [trouble.rpartition(": ")[2] for trouble in troubles] == ["first", "second"]
+
+
 def test_a_source_that_fails_once_does_not_withdraw_its_notice(monkeypatch):
     class Enough(Exception):
         pass

@@ -438,7 +438,18 @@ def test_watch_shows_everything_that_was_posted_before_the_end():
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (1234.4, "1,234"), (41_234, "41.2 k"), (101_234, "101 k"), (3_212_000, "3.21 M"), (12.3e9, "12.3 G")],
+    [
+        (0, "0"),
+        (1234.4, "1,234"),
+        (41_234, "41.2 k"),
+        (101_234, "101 k"),
+        (3_212_000, "3.21 M"),
+        (12.3e9, "12.3 G"),
+        (999_600, "1.00 M"),
+        (999.7e6, "1.00 G"),
+        (9_996_000, "10.0 M"),
+        (99_960, "100 k"),
+    ],
 )
 def test_count(number, text):
     assert count(number) == text
