@@ -80,6 +80,8 @@ if __name__ == "__main__":
     if parser.parse_args().keep:
         keep()
     else:
+        # The text of a kernel has the places of its lines, which are others in another clone.
+        jax.config.update("jax_traceback_in_locations_limit", 0)
         compile_really = program.compiled
         with mock.patch.object(program, "compiled", compiled):
             program.main()
