@@ -22,6 +22,10 @@ SLOW = [file for file in reach.test_files() if re.search(r"pytest\.mark\.slow\("
         ("configs/tiny.yaml", "tests/faults/test_kills.py"),
         ("orchestrator/tracking/mlflow_shipper.py", "tests/faults/test_tracking.py"),  # a wing that it names
         ("tests/programs/tiny.py", "tests/faults/test_limits.py"),
+        ("tests/programs/table.yaml", "tests/faults/test_chaos.py"),
+        ("tests/unit/data/parity/gemma/config.json", "tests/unit/trainers/models/hf/test_parity.py"),
+        ("tests/weed.txt", "tests/faults/test_buckets.py"),
+        ("tests/tpu.txt", "tests/unit/orchestrator/test_compile.py"),
     ],
 )
 def test_what_a_change_can_reach(file, test):
@@ -39,6 +43,9 @@ def test_what_a_change_can_reach(file, test):
         ("tests/ray/conftest.py", "tests/multihost/test_hosts.py"),
         ("README.md", "tests/multihost/test_hosts.py"),
         ("tests/costs.json", "tests/faults/test_chaos.py"),
+        ("tests/reach.py", "tests/faults/test_chaos.py"),
+        ("tests/data/real_sizes.json", "tests/faults/test_chaos.py"),
+        ("tests/unit/data/parity/gemma/config.json", "tests/unit/trainers/step/test_loss.py"),
         # What runs the tests knows the commands of processes by their names, and starts none of them.
         ("trainers/worker.py", "tests/unit/trainers/storage/test_documents.py"),
         ("orchestrator/run_state/requests.py", "tests/unit/trainers/step/test_loss.py"),
