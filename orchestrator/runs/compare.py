@@ -102,7 +102,11 @@ def best(name: str, values: Sequence[Any]) -> list[int]:
     """Returns the numbers of the runs that are best by a result: several if they are equal; none if all are, or if nothing says
     what is better. A result that is not finite is never the best."""
     finite = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-    if len({*values} - {None}) < 2 or not finite or not name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
+    if not (
+        finite
+        and len({value for value in values if isinstance(value, int | float)}) > 1
+        and name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER))
+    ):
         return []
     first = min(finite) if name.endswith(LOWER_IS_BETTER) else max(finite)
     return [number for number, value in enumerate(values) if value == first]
