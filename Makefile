@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-changed test-commit test-all costs fuzz dashboard site soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-changed test-commit test-all costs fuzz bench dashboard site soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -70,6 +70,9 @@ build/prometheus:
 	@rm -rf $@ $@.tmp; mkdir -p $@.tmp
 	@if (cd $@.tmp && apt-get download --quiet=2 prometheus && dpkg -x prometheus_*.deb .) >/dev/null 2>&1; then mv $@.tmp $@; \
 		else rm -rf $@.tmp; echo 'Prometheus cannot be had from apt: the test of the dashboard is skipped' >&2; fi
+
+bench: env  ## What training costs beside the best loop by hand, against the kept medians; ten quiet minutes (ARGS="save --keep")
+	@$(IN_VENV) -m benchmarks.bench $(ARGS)
 
 dashboard: env  ## Write the dashboard of Grafana anew, docs/grafana/gangway.json
 	@$(IN_VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target build/grafana -r tests/grafana.txt

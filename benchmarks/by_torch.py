@@ -1,6 +1,6 @@
 """The loop of `benchmarks.by_hand` in PyTorch, in its best form. It needs torch and numpy, and nothing else.
 
-    python benchmarks/by_torch.py FOLDER [--steps 12] [--compile]
+    python benchmarks/by_torch.py FOLDER [--compile]
 
 FOLDER holds what `by_hand.write` has written: sizes, first parameters, batches. So both loops compute the same losses.
 It has flat activations, fused attention, norms, cross-entropy and AdamW of torch, clipping, and batches that lie ready.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,15 @@ import torch.nn.functional as F
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which needs a compiler of C++")
     options = parser.parse_args()
     written = InTorch(options.folder, options.compile)
     print(f"{written.sizes['first_step']} {written.step(0).item():.4f}", flush=True)
-    start = time.perf_counter()
-    for k in range(options.steps):
-        written.step(k)
-    tokens = options.steps * written.batches[0][:, 1:].numel()
-    print(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for k in range(int(line)):
+            written.step(k)
+        print(f"{written.sizes['took']} {time.perf_counter() - start}", flush=True)
 
 
 class InTorch:

@@ -10,9 +10,16 @@ array that is still being read cannot be written in place. Each waits for its wr
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
+
+from trainers.surroundings import keep_freed_memory
+
+if __name__ == "__main__":
+    keep_freed_memory(os.environ, "benchmarks.saves")  # as the processes do that train
+
+import argparse
+import json
+import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -36,7 +43,6 @@ from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
 from trainers.storage import usage
-from trainers.surroundings import keep_freed_memory
 
 LAYERS, ARRAYS_PER_LAYER = 12, 9
 
@@ -178,10 +184,12 @@ def main() -> None:
     parser.add_argument(
         "--storage", choices=("disk", "gs", "s3"), default="disk", help="of ours; Orbax' own saves are on the disk"
     )
+    parser.add_argument("--json", type=Path, help="where to write the seconds of each round")
     options = parser.parse_args()
-    keep_freed_memory(os.environ)  # as the processes do that train
     with tempfile.TemporaryDirectory(prefix="saves-") as folder, storage_of(options.storage, folder) as place:
         found = measured(jax.devices(), options.millions, options.rounds, folder, place)
+    if options.json:
+        options.json.write_text(json.dumps(found["rounds"]))
     size, ours_s, orbax_s = found["bytes"], found["ours_held"], found["orbax_held"]
     print(
         f"saves of {options.millions:g} M parameters ({size / 1e6:.0f} MB), {options.storage}: training waits "
@@ -218,7 +226,9 @@ def measured(
     # The first ones compile, and make folders.
     median = Round(*(statistics.median(column) for column in zip(*rounds[1:], strict=True)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    return {**median._asdict(), "restored": restored_s, "bytes": size, "save_asked": asked[-1], "restore_asked": read}
+    return {**median._asdict(), "restored": restored_s, "bytes": size, "save_asked": asked[-1], "restore_asked": read} | {
+        "rounds": [each._asdict() for each in rounds[1:]]
+    }
 
 
 def said(asked: dict[str, int], size: int) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from orchestrator.shipped.files import configuration_named
 from trainers.config.section import did_you_mean
 from trainers.program import GANGWAY
+from trainers.surroundings import keep_freed_memory
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if here and has_source(here):
         # All processes of a run import the source of the working folder: this one must not be of another version.
         os.execv(sys.executable, [sys.executable, "-m", "orchestrator.gangway", *words])
+    if name == "train":
+        keep_freed_memory(os.environ, GANGWAY, "orchestrator.gangway")  # this process trains
     return call(name, rest)
 
 

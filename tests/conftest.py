@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.environment import QUICK_TO_COMPILE, prepare, start_jax
+from tests.environment import as_users_compile, prepare, start_jax
 from tests.ledger import Ledger
 from tests.pool import Pool
 from tests.progress import MARKERS, Progress
@@ -15,11 +15,11 @@ prepare(os.environ)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_to_compile(request):
+def _as_users_compile(request):
     """What a test starts is compiled quickly, except where a file has AS_USERS_COMPILE."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in QUICK_TO_COMPILE.items():
-            if not hasattr(request.module, "AS_USERS_COMPILE"):
+        if hasattr(request.module, "AS_USERS_COMPILE"):
+            for name, value in as_users_compile(os.environ).items():
                 patch.setenv(name, value)
         yield
 

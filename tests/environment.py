@@ -42,15 +42,16 @@ PYTEST = (sys.executable, "-m", "pytest", "-p", "no:hypothesispytest")
 """Without Hypothesis' plugin, of which the tests need nothing. It imports Hypothesis when all tests have ended, and pytest then
 parses its files while other threads run. A thread that prints a traceback parses too. If JAX's callback of the garbage collector
 lets it do so in between, Python 3.11 raises SystemError: AST constructor recursion depth mismatch."""
+QUICK_TO_COMPILE = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+"""Flags with which XLA compiles for a processor in half the CPU-seconds: the emitters of today lower each fusion by MLIR."""
 XLA_FLAGS = (
+    *QUICK_TO_COMPILE,
     # As every training process has it. Without it a step that accumulates gradients hung here too, once in some runs.
     IN_ORDER,
     f"--xla_force_host_platform_device_count={NUM_DEVICES}",
     # Default 40 s: on a machine that does much else, XLA would abort the process while some devices wait for the others.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
-QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-"""How JAX's own tests are compiled."""
 NO_CLOUD = {
     # A client of a cloud finds no keys and no metadata server, and no hub: at once, not after a timeout.
     "AWS_ACCESS_KEY_ID": "none",
@@ -105,6 +106,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         HOME=home,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=" ".join(XLA_FLAGS),
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # as JAX's own tests are compiled
         RAY_USAGE_STATS_ENABLED="0",
         # Default 15. With anything else on the machine, Ray's workers, and what they start, would wait for it until limits pass.
         RAY_worker_niceness="0",
@@ -115,6 +117,12 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     environ[CACHE] = str(cache)
     environ[LEDGER] = f"{home}/ledger"
     environ[PREPARED] = home
+
+
+def as_users_compile(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which what a test starts is compiled as what users start."""
+    flags = [flag for flag in environ["XLA_FLAGS"].split() if flag not in QUICK_TO_COMPILE]
+    return {"XLA_FLAGS": " ".join(flags), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 
 
 def start_jax() -> None:

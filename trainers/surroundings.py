@@ -9,16 +9,18 @@ import pwd
 import re
 import signal
 import stat
+import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
-MALLOPT = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 64 << 20)}
-"""Of glibc's `mallopt`: the number of a setting, and our value. One arena, for no other can grow past 64 MiB; no mapping for a
-single array; nothing is given back."""
-OF_ALLOCATOR = ("GLIBC_TUNABLES", "LD_PRELOAD", *(f"MALLOC_{name}" for name in ("ARENA_MAX", "ARENA_TEST", "MMAP_MAX_")))
-OF_ALLOCATOR += ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+KEEPS_MEMORY = "dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"
+"""Of jemalloc's MALLOC_CONF: nothing is given back, large arrays included."""
+OF_ALLOCATOR = (
+    *("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX", "MALLOC_ARENA_TEST"),
+    *("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
+)
 """Variables with which a user has chosen otherwise."""
 
 CPU_THREADS_PER_DEVICE = 4
@@ -34,17 +36,35 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Lets a process that computes on CPUs keep the memory that it frees. A step takes the memory of its temporary arrays anew;
-    what comes from the kernel is cleared first, page by page, which was 15 to 25 % of a step. The process then stays as large as
-    it was at its largest. Must be called before there are other threads. Returns False where nothing was changed: with an
-    accelerator, with another C library, or where a variable of `OF_ALLOCATOR` is set."""
-    if not _is_for_cpus(environ) or any(name in environ for name in OF_ALLOCATOR):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return min(mallopt(number, value) for number, value in MALLOPT.values()) == 1
+def keep_freed_memory(environ: MutableMapping[str, str], *programs: str) -> None:
+    """Lets a process that computes on CPUs keep the memory that it frees: begins its program anew, with Ray's own jemalloc in the
+    place of the C library's allocator.
+
+    A step takes the memory of its temporary arrays anew; what comes from the kernel is cleared first, page by page, which was 15
+    to 25 % of a step. The process then stays as large as it was at its largest. Must be called at the top of a program, before it
+    has imported or read anything. Changes nothing where the process was not started as one of `programs` (names of modules or
+    scripts), with an accelerator, where a variable of `OF_ALLOCATOR` is set, or without Ray on this machine. What the program
+    starts itself has the allocator that it would have had."""
+    library = jemalloc() or ""
+    ours = {"LD_PRELOAD": library, "MALLOC_CONF": KEEPS_MEMORY}
+    if all(environ.get(name) == value for name, value in ours.items()):
+        for name in ours:
+            del environ[name]
+    elif library and _started_as(programs) and _is_for_cpus(environ) and not any(name in environ for name in OF_ALLOCATOR):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **ours})
+
+
+def _started_as(programs: Sequence[str]) -> bool:
+    """Whether this process was started as one of these, and by nothing that runs it in turn, as a debugger does."""
+    words = sys.orig_argv[sys.orig_argv.index("-m") :] if "-m" in sys.orig_argv else sys.orig_argv
+    return any(os.path.basename(word) in programs for word in words[1:2])
+
+
+def jemalloc() -> str | None:
+    """Returns the path of the library in Ray's wheel; None where there is none, as with another C library than glibc."""
+    ray = importlib.util.find_spec("ray")
+    paths = [os.path.join(folder, "core", "libjemalloc.so") for folder in (ray.submodule_search_locations if ray else None) or ()]
+    return next(filter(os.path.isfile, paths), None)
 
 
 def allow_for_forced_devices(environ: MutableMapping[str, str]) -> None:

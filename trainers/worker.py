@@ -8,11 +8,17 @@ When its standard input ends, its agent is gone, and the process ends too.
 
 from __future__ import annotations
 
+import os
+
+from trainers.surroundings import keep_freed_memory
+
+if __name__ == "__main__":
+    keep_freed_memory(os.environ, "trainers.worker")  # first: it begins the process anew
+
 import ctypes
 import faulthandler
 import importlib
 import json
-import os
 import signal
 import socket
 import sys
@@ -28,7 +34,6 @@ from trainers.config.arguments import TrainingArguments, dataset_function, from_
 from trainers.runtime import orders as orders_of
 from trainers.storage import failed_requests, usage
 from trainers.storage.documents import is_url
-from trainers.surroundings import keep_freed_memory
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
@@ -150,7 +155,6 @@ def prepare_or_explain(message: Preparation) -> Prepared:
 
 def prepare(message: Preparation) -> Prepared:
     """Does everything that needs no device: imports, configuration, data, shapes."""
-    keep_freed_memory(os.environ)  # before JAX is imported, which starts threads
     from trainers.runtime import distributed
 
     distributed.find_platforms()

@@ -18,7 +18,7 @@ from cluster.agent.child_process import ChildProcess, ExitStatus, child_env
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.process_env import process_env
 from tests import ROOT
-from tests.environment import QUICK_TO_COMPILE
+from tests.environment import QUICK_TO_COMPILE, as_users_compile
 from tests.event_schema import check_event
 from tests.multihost.fork_server import ForkServer, settings_of_jax
 from tests.programs.processes import PATIENCE_S
@@ -92,6 +92,7 @@ def start(
     hosts: int,
     devices_per_host: int,
     env: Mapping[str, str] | None = None,
+    quickly_compiled: bool = True,
     **orders: Any,
 ) -> list[Host]:
     """A generation: the hosts have their orders when this returns. The caller's thread must outlive them."""
@@ -104,9 +105,11 @@ def start(
     }
     made = []
     for index in range(hosts):
-        given = {"GANGWAY_PROGRAMS": str(folder / "programs"), **QUICK_TO_COMPILE, "PYTHONPATH": str(ROOT), **(env or {})}
+        given = {"GANGWAY_PROGRAMS": str(folder / "programs"), "PYTHONPATH": str(ROOT), **(env or {})}
         own = {**process_env(config, index, shared.cache), **given}
-        inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        inherited = {**os.environ, "XLA_FLAGS": " ".join(QUICK_TO_COMPILE)}
+        if not quickly_compiled:
+            inherited |= as_users_compile(inherited)
         log = str(folder / f"host-{index}.log")
         made.append(Host(shared.spawn(child_env(inherited, own), first_line=preparation, log_path=log)))
     coordinator = f"127.0.0.1:{machine.free_port()}"

@@ -58,7 +58,7 @@ def protocol(tmp_path_factory):
         (absent / f"{name}.py").write_text(f"raise ImportError('{name} is imported')\n")
     # Of one device: the flags of the other tests make eight.
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(absent)}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(absent)}
 
     def run(*options):
         command = [sys.executable, "-m", "benchmarks.accelerator", "--small", "--out", str(folder), *options]

@@ -37,7 +37,7 @@ from trainers.runtime.events import Event, course_left_at
 from trainers.settings import ARGUMENTS_CLASS, read
 from trainers.stop_reason import StopReason
 from trainers.storage.documents import is_url, write_text
-from trainers.surroundings import allow_for_forced_devices, keep_freed_memory
+from trainers.surroundings import allow_for_forced_devices
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
@@ -55,7 +55,6 @@ def main() -> int:
     began_s = time.monotonic()
     say(f"reading {options.config}", clock=True)
     keep_programs()
-    keep_freed_memory(os.environ)
     allow_for_forced_devices(os.environ)
     try:
         output = train(read(options.config, options.overrides), began_s)

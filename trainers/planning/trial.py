@@ -12,8 +12,14 @@ has hosts. Nothing is learnt, read or written.
 
 from __future__ import annotations
 
-import json
 import os
+
+from trainers.surroundings import keep_freed_memory
+
+if __name__ == "__main__":
+    keep_freed_memory(os.environ, "trainers.planning.trial")  # as the processes do that train
+
+import json
 import sys
 import time
 from typing import Any
@@ -27,7 +33,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning.program import lower, trainer_for
 from trainers.runtime import distributed
-from trainers.surroundings import end_with_parent, keep_freed_memory
+from trainers.surroundings import end_with_parent
 
 WINDOWS = 5
 """The fastest of these counts: other programs of the machine make a step slower, and never faster."""
@@ -39,7 +45,6 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         request = json.load(sys.stdin)
-        keep_freed_memory(os.environ)  # as the processes do that train
         try:
             distributed.let_cpus_run_one_program_at_a_time()
             distributed.join(distributed.JoinSpec(request["host"], request["num_hosts"], request["coordinator"]))

@@ -18,7 +18,6 @@ def env(tmp_path_factory):
     return {
         **os.environ,
         "XLA_FLAGS": "",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

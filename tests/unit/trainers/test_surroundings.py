@@ -1,11 +1,14 @@
 """A user without a home folder, a folder with a package's name, the copy of a folder that a submitted job runs in."""
 
+import importlib
+import json
 import os
 import pickle
 import re
 import stat
 import subprocess
 import sys
+import types
 
 import psutil
 import pytest
@@ -16,12 +19,13 @@ from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
+from trainers import surroundings
 from trainers.commands import evaluate, generate, reference, run
 from trainers.config import recorders
 from trainers.config.arguments import load_object
 from trainers.config.working_folder import is_installed, of_a_copy
 from trainers.errors import CheckpointMissingError, DataMissingError, code_missing
-from trainers.surroundings import allow_for_forced_devices, ensure_home
+from trainers.surroundings import allow_for_forced_devices, ensure_home, keep_freed_memory
 
 NOBODY = 2**31 - 7
 """A number that no list of users has."""
@@ -125,67 +129,77 @@ def test_what_works_something_out_for_a_command_ends_with_it():
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie")
 
 
-TAKES_AND_FREES = """
-import resource
-for _ in range(12):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    array = bytearray(48 << 20)
-    del array
-print("pages in the last turn:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-TRAINS = {
-    "trainers.run": """
-import sys
-from trainers.commands import run
-sys.argv[1:] = ["none.yaml"]
-assert run.main() == 2
-""",
-    "a host's process": """
-from contextlib import suppress
-from trainers import worker
-with suppress(ValueError):
-    worker.prepare({"arguments_class": "", "arguments": {}})
-""",
-    "a trial of a plan": """
-import io, sys
-from contextlib import suppress
-from trainers.planning import trial
-sys.stdin = io.StringIO('{"host": 0}')
-with suppress(KeyError):
-    trial.main()
-""",
+PROGRAMS = {
+    "train": ["orchestrator.gangway", "train", "config.yaml"],
+    "trainers.run": ["trainers.run", "config.yaml"],
+    "a host's process": ["trainers.worker"],
+    "a trial of a plan": ["trainers.planning.trial"],
 }
-KEEPS = "import os; from trainers.surroundings import keep_freed_memory; assert keep_freed_memory(os.environ) == {}"
+"""What trains on the processors of a machine. Each imports the user's code that it is told of."""
+TAKES_MEMORY = "tests.programs.taking_memory:Arguments"
 
 
-def pages_of_the_last_turn(code, **variables):
-    """Returns how many pages come from the kernel for an array like one that was freed before."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
-    command = [sys.executable, "-c", f"{code}\n{TAKES_AND_FREES}"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    return int(re.search(r"pages in the last turn: (\d+)", done.stdout + done.stderr).group(1))
+def told_by_user_code(tmp_path, program, **variables):
+    """Returns how many pages come from the kernel for an array like one that was freed before, and the allocator's variables."""
+    (tmp_path / "config.yaml").write_text(f"arguments: {TAKES_MEMORY}\n")
+    given = {"cmd": "prepare", "arguments_class": TAKES_MEMORY, "arguments": {}}
+    if program == "a trial of a plan":
+        given |= {"host": 0, "num_hosts": 1, "coordinator": None}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "EVENT_FD": "2", **variables}
+    command = [sys.executable, "-m", *PROGRAMS[program]]
+    done = subprocess.run(
+        command,
+        input=json.dumps(given) + "\n",
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    told = re.search(r"pages in the last turn: (\d+); variables: (.*)", done.stdout + done.stderr)
+    assert told is not None, done.stderr
+    return int(told.group(1)), json.loads(told.group(2))
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        "trainers.run",
-        pytest.param("a host's process", marks=pytest.mark.slow("imports JAX in a process of its own")),
-        pytest.param("a trial of a plan", marks=pytest.mark.slow("imports JAX in a process of its own")),
+        pytest.param(name, marks=pytest.mark.slow("imports JAX in a process of its own")) if name == "a trial of a plan" else name
+        for name in PROGRAMS
     ],
 )
-def test_what_computes_on_cpus_keeps_the_memory_that_it_frees(program):
+def test_what_computes_on_cpus_keeps_the_memory_that_it_frees_and_tells_no_child_to(program, tmp_path):
     """Else the kernel clears the pages of all temporary arrays again for each step."""
-    assert pages_of_the_last_turn(TRAINS[program]) < 100
+    pages, variables = told_by_user_code(tmp_path, program)
+    assert pages < 100
+    assert variables == {}
 
 
 @pytest.mark.parametrize(
-    ("variables", "keeps"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False), ({"JAX_PLATFORMS": "cuda,cpu"}, False)]
+    "chosen",
+    [
+        {"JAX_PLATFORMS": "cuda,cpu"},
+        {"MALLOC_ARENA_MAX": "4"},
+        {"MALLOC_CONF": "narenas:1"},
+        {"LD_PRELOAD": ""},
+        {"LD_PRELOAD": f"{surroundings.jemalloc()}", "MALLOC_CONF": "dirty_decay_ms:0"},
+    ],
 )
-def test_the_memory_is_not_kept_with_an_accelerator_or_where_a_user_has_chosen_otherwise(variables, keeps):
-    pages = pages_of_the_last_turn(KEEPS.format(keeps), **variables)
-    assert pages < 100 if keeps else pages > 1000
+def test_the_memory_is_not_kept_with_an_accelerator_or_where_a_user_has_chosen_otherwise(chosen, tmp_path):
+    pages, variables = told_by_user_code(tmp_path, "a host's process", **chosen)
+    assert pages > 1000
+    assert variables == {name: value for name, value in chosen.items() if name in surroundings.OF_ALLOCATOR}
+
+
+@pytest.mark.parametrize("spec", [None, types.SimpleNamespace(submodule_search_locations=["/a/ray/without/it"])])
+def test_a_machine_without_rays_library_has_the_allocator_of_its_c_library(spec, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "ray" else None)
+    monkeypatch.setattr(os, "execve", None)
+    environ = {"JAX_PLATFORMS": "cpu"}
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trainers.run"])
+    keep_freed_memory(environ, "trainers.run")
+    assert environ == {"JAX_PLATFORMS": "cpu"}
 
 
 @pytest.mark.parametrize(
