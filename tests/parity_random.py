@@ -25,8 +25,8 @@ key that is read wrongly makes a difference of a hundredth at least."""
 def draw(folder: Path, count: int) -> None:
     """Makes COUNT exports with our logits, and COUNT files `config.json`."""
     from tests import random_models
+    from tests.unit.hf_folders import tensors_of
     from trainers.models.hf import config as hf_config
-    from trainers.models.hf.weights import flat, to_tensors
 
     shutil.rmtree(folder, ignore_errors=True)
     for seed in range(count):
@@ -37,7 +37,7 @@ def draw(folder: Path, count: int) -> None:
         at.mkdir(parents=True)
         (at / "config.json").write_text(json.dumps(hf_config.write(model, max_length=64, dtype="float32"), indent=1))
         params, tokens = _random_parameters(model, seed), _tokens(seed)
-        save_file(flat(to_tensors(model, params)), at / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors_of(model, params), at / "model.safetensors", metadata={"format": "pt"})
         save_file({"tokens": tokens, "logits": _logits(model, params, tokens)}, at / "expected.safetensors")
 
 

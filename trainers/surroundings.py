@@ -11,7 +11,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
@@ -45,26 +45,20 @@ def keep_freed_memory(environ: MutableMapping[str, str], *programs: str) -> None
     has imported or read anything. Changes nothing where the process was not started as one of `programs` (names of modules or
     scripts), with an accelerator, where a variable of `OF_ALLOCATOR` is set, or without Ray on this machine. What the program
     starts itself has the allocator that it would have had."""
-    library = jemalloc() or ""
-    ours = {"LD_PRELOAD": library, "MALLOC_CONF": KEEPS_MEMORY}
-    if all(environ.get(name) == value for name, value in ours.items()):
-        for name in ours:
-            del environ[name]
-    elif library and _started_as(programs) and _is_for_cpus(environ) and not any(name in environ for name in OF_ALLOCATOR):
+    ours = {"LD_PRELOAD": jemalloc(), "MALLOC_CONF": KEEPS_MEMORY}
+    words = sys.orig_argv[sys.orig_argv.index("-m") :] if "-m" in sys.orig_argv else sys.orig_argv
+    started_as = {os.path.basename(word) for word in words[1:2]}
+    if ours.items() <= environ.items():
+        del environ["LD_PRELOAD"], environ["MALLOC_CONF"]
+    elif all(ours.values()) and started_as & {*programs} and _is_for_cpus(environ) and not environ.keys() & {*OF_ALLOCATOR}:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **ours})
 
 
-def _started_as(programs: Sequence[str]) -> bool:
-    """Whether this process was started as one of these, and by nothing that runs it in turn, as a debugger does."""
-    words = sys.orig_argv[sys.orig_argv.index("-m") :] if "-m" in sys.orig_argv else sys.orig_argv
-    return any(os.path.basename(word) in programs for word in words[1:2])
-
-
-def jemalloc() -> str | None:
-    """Returns the path of the library in Ray's wheel; None where there is none, as with another C library than glibc."""
+def jemalloc() -> str:
+    """Returns the path of the library in Ray's wheel; empty where there is none, as with another C library than glibc."""
     ray = importlib.util.find_spec("ray")
-    paths = [os.path.join(folder, "core", "libjemalloc.so") for folder in (ray.submodule_search_locations if ray else None) or ()]
-    return next(filter(os.path.isfile, paths), None)
+    paths = [os.path.join(folder, "core", "libjemalloc.so") for folder in (ray and ray.submodule_search_locations) or ()]
+    return next(filter(os.path.isfile, paths), "")
 
 
 def allow_for_forced_devices(environ: MutableMapping[str, str]) -> None:

@@ -60,10 +60,6 @@ class _Found(NamedTuple):
     b_LRE: np.ndarray
 
 
-def is_adapter(path: Path) -> bool:
-    return all((path / name).is_file() for name in FILES)
-
-
 def read(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
     """Returns the parameters of a run with these settings, by our names, such as `layers.query_lora_a` [L, in, rank]. Raises
     UsageError that names all that does not fit, and OSError or ValueError for a damaged file."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.config import ModelConfig
-from trainers.errors import UsageError
 
 Tensors = dict[str, np.ndarray]
 
@@ -144,69 +143,6 @@ def top_places(config: ModelConfig) -> dict[str, Place]:
 
 def layers_name(config: ModelConfig) -> str:
     return "h" if config.family == "gpt2" else "layers"
-
-
-def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
-    """Returns the weights for a file of `transformers`, where each layer has its own. Raises UsageError if the parameters are not
-    those of a `trainers.models.decoder.Decoder` of this configuration. The rotary convention is the same: channel i rotates with
-    channel i + C / 2."""
-    top, layer = top_places(config), layer_places(config)
-    if set(params) != {*top, "layers"} or set(params["layers"]) != set(layer):
-        expected = ", ".join(sorted([*top, *(f"layers.{name}" for name in layer)]))
-        raise UsageError(
-            f"the model has the parameters {', '.join(sorted(flat(params)))}: expected those of a decoder of the family "
-            f"{config.family}: {expected}"
-        )
-    prefix = PREFIXES[1] if config.family == "gpt2" else PREFIXES[0]
-    tensors: Tensors = {}
-
-    def put(name: str, places: Mapping[str, Place], weight_of: Callable[[str], np.ndarray]) -> None:
-        parts: dict[tuple[str, bool], list[np.ndarray]] = {}
-        for ours, place in places.items():
-            weight = weight_of(ours)
-            if place.part is not None:
-                parts.setdefault((place.full(name), place.turned), []).append(weight)
-                continue
-            weights = weight if place.experts else weight[None]
-            for full, one in zip(place.all_names(name, config.num_experts), weights, strict=True):
-                tensors[full] = one.T if place.turned else one
-        for (full, turned), found in parts.items():
-            whole = np.concatenate(found, -1)
-            tensors[full] = whole.T if turned else whole
-
-    put(prefix, top, params.__getitem__)
-    for number in range(config.num_layers):
-        layer_weights = {ours: weight[number] for ours, weight in params["layers"].items()}
-        put(f"{prefix}{layers_name(config)}.{number}.", layer, layer_weights.__getitem__)
-    return tensors
-
-
-def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the parameters of a `Decoder` from the weights of a file of `transformers`. Raises UsageError that names what is
-    missing or left over."""
-    prefix = next((prefix for prefix in PREFIXES if prefix + top_places(config)["embed"].name in tensors), PREFIXES[0])
-    used: set[str] = set()
-
-    def get(name: str, place: Place) -> np.ndarray:
-        found = [one(full, place) for full in place.all_names(name, config.num_experts)]
-        return np.stack(found) if place.experts else found[0]
-
-    def one(full: str, place: Place) -> np.ndarray:
-        if full not in tensors:
-            raise UsageError(f"the weight {full} is missing: a decoder of the family {config.family} has it")
-        used.add(full)
-        weight = tensors[full]
-        weight = weight.T if place.turned else weight
-        return weight if place.part is None else weight[..., place.part.span]
-
-    def stacked(place: Place) -> np.ndarray:
-        return np.stack([get(f"{prefix}{layers_name(config)}.{number}.", place) for number in range(config.num_layers)])
-
-    params: dict[str, Any] = {ours: get(prefix, place) for ours, place in top_places(config).items()}
-    params["layers"] = {ours: stacked(place) for ours, place in layer_places(config).items()}
-    if left := sorted(name for name in set(tensors) - used if not is_derived(config, name)):
-        raise UsageError(f"weights are left over: {', '.join(left[:8])}; a decoder of the family {config.family} has none such")
-    return params
 
 
 def is_derived(config: ModelConfig, name: str) -> bool:

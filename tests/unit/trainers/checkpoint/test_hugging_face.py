@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.training import assert_equal, of, trainer
 from trainers.checkpoint import hugging_face, hugging_face_out, tensor_files, weights
 from trainers.config import InitConfig, MeshConfig, ModelConfig
 from trainers.errors import CheckpointError
-from trainers.models.hf.weights import flat, from_tensors, to_tensors
 from trainers.parallel import mesh as meshes
 
 PARITY = ROOT / "tests" / "unit" / "data" / "parity"
@@ -42,11 +42,6 @@ def shardings(parameters, axes=("fsdp", "tensor")):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*shared))
 
     return {name: of_shape(stored.shape) for name, stored in parameters.items()}
-
-
-def parameters_of(folder):
-    found = weights.look(weights.find(str(folder)))
-    return flat(from_tensors(found.folder.config, load_file(folder / "model.safetensors")))
 
 
 def changed(tmp_path, change):
@@ -256,7 +251,7 @@ def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
     made.train()
     config = made.arguments.model
     assert (config.vocab_size, config.pretrained) == (64, None)
-    assert_equal(made.output.state.params, from_tensors(config, load_file(PARITY / name / "model.safetensors")))
+    assert_equal(made.output.state.params, nested(parameters_of(PARITY / name)))
     notes = [event["message"] for event in of(events, "note")]
     assert any(f"parameters are those of {PARITY / name}" in note for note in notes), notes
 
@@ -306,18 +301,7 @@ def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
     assert json.loads((out / "config.json").read_text()) == json.loads((PARITY / name / "config.json").read_text())
     again = weights.look(weights.find(str(out)))
     arrays = weights.read(again, {leaf: leaf for leaf in again.parameters}, shardings(again.parameters))
-    assert_equal(from_tensors(again.folder.config, expected), nested(arrays))
-
-
-def nested(arrays):
-    tree = {}
-    for name, value in arrays.items():
-        *above, last = name.split(".")
-        within = tree
-        for part in above:
-            within = within.setdefault(part, {})
-        within[last] = value
-    return tree
+    assert_equal(parameters_of(PARITY / name), arrays)
 
 
 def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
@@ -350,5 +334,5 @@ def test_what_the_folder_says_is_not_said_again():
 
 def test_the_parameters_of_another_model_are_not_written_as_this_one():
     config = ModelConfig(vocab_size=64, width=32)
-    with pytest.raises(Exception, match="expected those of a decoder of the family llama"):
-        to_tensors(config, {"embed": np.zeros((64, 32)), "layers": {}})
+    with pytest.raises(Exception, match="expected those of a model of the family llama"):
+        hugging_face_out.plan(config, {"embed": ((64, 32), "float32")})

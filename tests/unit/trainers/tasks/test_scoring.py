@@ -7,17 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from tests import ROOT
 from tests.programs.preferences import Pairs
+from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.training import arguments, of
 from trainers.base import BaseTrainer
 from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import preference_pairs
 from trainers.errors import UsageError
-from trainers.models.hf.weights import from_tensors
 from trainers.models.scoring import ScoringDecoder
 from trainers.step import rng
 from trainers.tasks.classification import ClassificationTask
@@ -119,7 +118,7 @@ def test_a_folder_fills_the_decoder_and_leaves_the_head(tmp_path, events):
     said = next(event["message"] for event in of(events, "note") if event["message"].startswith("init_from"))
     assert said.endswith("as in a new run: head")
     state = trainer.output.state.params
-    expected = from_tensors(trainer.arguments.model, load_file(LLAMA / "model.safetensors"))
+    expected = nested(parameters_of(LLAMA))
     for name in ("embed", "final_norm"):
         np.testing.assert_array_equal(state[name], expected[name])
     for name, value in expected["layers"].items():

@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file
 
 from tests import ROOT
+from tests.unit.hf_folders import nested, parameters_of, tensors_of
 from trainers.config import MeshConfig, PreviewConfig
 from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode
 from trainers.models.experts import load_balancing_loss
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.meaning import of_model
-from trainers.models.hf.weights import from_tensors, to_tensors
 from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
 
@@ -38,14 +38,13 @@ PROMPT = 5
 def family(request):
     folder = request.param
     config = hf_config.read(json.loads((folder / "config.json").read_text()))
-    tensors = load_file(folder / "model.safetensors")
-    return config, tensors, load_file(folder / "expected.safetensors")
+    return config, folder, load_file(folder / "expected.safetensors")
 
 
 @pytest.fixture(scope="module")
 def model(family):
-    config, tensors, _ = family
-    return with_weights(config, from_tensors(config, tensors))
+    config, folder, _ = family
+    return with_weights(config, nested(parameters_of(folder)))
 
 
 def with_weights(config, params):
@@ -82,7 +81,7 @@ def test_loss_and_gradients(family, model):
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(state)
     assert float(value) == pytest.approx(expected["loss"].item(), rel=1e-5)
-    theirs = to_tensors(config, jax.tree.map(np.asarray, nnx.to_pure_dict(gradients)))
+    theirs = tensors_of(config, jax.tree.map(np.asarray, nnx.to_pure_dict(gradients)))
     named = {name.removeprefix("gradient."): value for name, value in expected.items() if name.startswith("gradient.")}
     assert named.keys() == theirs.keys()
     for name, sample in named.items():
@@ -171,8 +170,8 @@ def test_the_load_balancing_loss_is_theirs(family, model):
 
 
 def test_their_files_come_back_bit_for_bit(family):
-    config, tensors, _ = family
-    again = to_tensors(config, from_tensors(config, tensors))
+    config, folder, _ = family
+    tensors, again = load_file(folder / "model.safetensors"), tensors_of(config, parameters_of(folder))
     assert again.keys() == tensors.keys()
     for name, value in tensors.items():
         assert again[name].dtype == value.dtype

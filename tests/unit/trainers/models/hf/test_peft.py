@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face
 from trainers.config import LoraConfig
 from trainers.errors import UsageError
@@ -19,7 +20,6 @@ from trainers.models import lora
 from trainers.models.decoder import Decoder
 from trainers.models.hf import peft_in
 from trainers.models.hf.peft import to_adapter
-from trainers.models.hf.weights import from_tensors
 
 DATA = ROOT / "tests" / "unit" / "data"
 LLAMA_MODULES = {"query": "self_attn.q_proj", "value": "self_attn.v_proj", "down": "mlp.down_proj"}
@@ -61,7 +61,7 @@ def test_adapters_of_peft_give_the_logits_of_peft(case):
     adapters = adapters_of(case, load_file(DATA / "peft" / case / "adapter_model.safetensors"))
     model = lora.adapt(Decoder(folder.config, rngs=nnx.Rngs(0)), CASES[case], lambda name: jax.random.key(0))
     graph, params, frozen = nnx.split(model, nnx.Param, lora.Frozen)
-    nnx.replace_by_pure_dict(frozen, from_tensors(folder.config, load_file(DATA / "parity" / case / "model.safetensors")))
+    nnx.replace_by_pure_dict(frozen, nested(parameters_of(DATA / "parity" / case)))
     nnx.replace_by_pure_dict(params, {"layers": {name.removeprefix("layers."): value for name, value in adapters.items()}})
     logits = np.asarray(jax.jit(lambda *states: nnx.merge(graph, *states)(expected["tokens"]))(params, frozen))
     assert np.abs(logits - expected["logits"]).max() < 1e-5 * np.abs(expected["logits"]).max()
@@ -124,7 +124,7 @@ def test_tables_with_new_tokens_give_the_logits_of_peft(case):
     found = peft_in.read(DATA / "peft" / f"{case}_tokens", config, lora_config)
     expected = load_file(DATA / "peft" / f"{case}_tokens" / "expected.safetensors")
     assert found["embed"].shape == (67, 32)
-    base = from_tensors(config, load_file(DATA / "parity" / case / "model.safetensors"))
+    base = nested(parameters_of(DATA / "parity" / case))
     assert logits_are(config, lora_config, base, found, expected["tokens"], expected["logits"])
     # PEFT writes them under several names, of which one is enough.
     about, written = to_adapter(config, lora_config, found, case)

@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.trainers.models.hf.test_parity import with_weights
-from tests.unit.trainers.models.hf.test_vision_parity import assert_near, nested
+from tests.unit.trainers.models.hf.test_vision_parity import assert_near
 from tests.unit.training import of, trainer
 from trainers.checkpoint import hugging_face, weights
 from trainers.errors import CheckpointError, UsageError
@@ -31,7 +32,7 @@ def copied(folder, tensors, **changes):
 def test_the_logits_are_those_of_the_model_with_images():
     found, expected = hugging_face.look(FOLDER), load_file(FOLDER / "expected.safetensors")
     assert (found.config.family, found.config.window, found.config.tie_embeddings) == ("mistral", 6, False)
-    params = nested({name: hugging_face.read_whole(found, name) for name in found.leaves})
+    params = nested(parameters_of(FOLDER))
     logits = jax.jit(lambda model: model(expected["tokens"]))(with_weights(found.config, params))
     assert_near(logits, expected["logits"])
 

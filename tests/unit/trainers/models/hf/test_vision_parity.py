@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.unit.hf_folders import nested
 from trainers.checkpoint import hugging_face, hugging_face_out
 from trainers.config import MeshConfig
 from trainers.errors import CheckpointError, UsageError
@@ -53,17 +54,6 @@ def model_of(folder, dtype=jnp.float32):
 def nested_names(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def nested(flat):
-    tree = {}
-    for name, value in flat.items():
-        *folders, last = name.split(".")
-        within = tree
-        for folder in folders:
-            within = within.setdefault(folder, {})
-        within[last] = value
-    return tree
 
 
 def assert_near(found, expected, tolerance=1e-5):
