@@ -128,7 +128,18 @@ def first_steps_of(workload: str, folder: Path, options: argparse.Namespace) -> 
 
 def saves(folder: Path, options: argparse.Namespace) -> list[Pair]:
     count = max(2, int(options.share * SAVES))
-    command = [sys.executable, "-m", "benchmarks.saves", "--rounds", f"{count}", "--json", str(folder / "saves.json")]
+    millions = 17 if options.share == 1 else 1
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.saves",
+        "--millions",
+        f"{millions}",
+        "--rounds",
+        f"{count}",
+        "--json",
+        str(folder / "saves.json"),
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rounds = json.loads((folder / "saves.json").read_text())
     return [Pair(each["orbax_held"], each["ours_held"]) for each in rounds]

@@ -491,13 +491,14 @@ def test_a_steward_leaves_alone_what_an_agent_holds_that_has_a_driver(take):
 
 
 def is_dead(actor):
+    """Why a steward is dead; empty if it is not."""
     try:
         ray.get(actor.keep.remote(driver_term=-2))
+    except (StaleDriver, ray.exceptions.ActorUnavailableError):
+        return ""
     except ray.exceptions.RayActorError as error:
-        return not isinstance(error, ray.exceptions.ActorUnavailableError)
-    except StaleDriver:
-        return False
-    return False
+        return str(error)
+    return ""
 
 
 @pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")

@@ -1,5 +1,6 @@
 """The benchmarks reach into the trainer: nothing else says that they still run."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import bench
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
@@ -67,3 +69,38 @@ def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path,
     shape = r"(gpt2|gpt2, own start|llama): \d\.\d{3} \(seeds \d\.\d{3}\), \d+ s; 2: \d\.\d{3}"
     assert len(lines := done.stdout.splitlines()) == 3
     assert all(re.fullmatch(shape, line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "kept", "slower"),
+    [
+        ([1.0, 1.01, 1.02, 1.03], 1.0, False),  # within the noise
+        ([1.05, 1.06, 1.07, 1.08], 1.0, True),
+        ([0.9, 0.95, 1.2, 1.3], 1.0, False),  # the pairs differ more than the row does
+        ([1.05, 1.06, 1.07, 1.08], None, False),
+    ],
+)
+def test_a_row_of_the_bench_is_slower_when_its_pairs_say_so_together(ratios, kept, slower):
+    row = bench.Row("save", [bench.Pair(0.1, 0.1 * ratio) for ratio in ratios])
+    said, found = bench.told(row, kept)
+    assert found == slower
+    assert said.startswith("save ")
+    assert said.endswith(", SLOWER") == slower
+
+
+@pytest.mark.slow("runs a whole benchmark")
+def test_the_bench_takes_turns_with_the_loop_by_hand_and_names_what_is_slower(env, tmp_path, monkeypatch, capsys):
+    medians = tmp_path / "medians.json"
+    medians.write_text(json.dumps({"step of 2 ms": 0.001, "save": 1000}))
+    monkeypatch.setattr(bench, "MEDIANS", medians)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert bench.main(["--share", "0.01", "step of 2 ms", "save"]) == 1
+    line = r"\d+\.\d{3} \(\d+\.\d{3} to \d+\.\d{3}\): [\d,]+\.\d\d ms, theirs [\d,]+\.\d\d ms; it was"
+    steps, saves = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"step of 2 ms +{line} 0\.001, SLOWER", steps)
+    assert re.fullmatch(rf"save +{line} 1000\.000", saves)
+    assert bench.main(["--share", "0.01", "--keep", "step of 2 ms"]) == 1
+    kept = json.loads(medians.read_text())
+    assert kept["step of 2 ms"] > 0.001
+    assert kept["save"] == 1000
