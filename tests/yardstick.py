@@ -10,13 +10,14 @@ import time
 
 import numpy as np
 
-from tests.environment import prepare
+from tests.environment import as_users_compile, prepare
 
 NUM_TIMES = 5
 
 
 def main() -> None:
     prepare(os.environ)
+    os.environ.update(as_users_compile(os.environ))  # how the tests compile does not change what a machine can do
     import jax
     import jax.numpy as jnp
 

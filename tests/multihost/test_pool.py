@@ -119,7 +119,10 @@ def test_fixtures_are_torn_down_after_ctrl_c(folder):
     (folder / "test_shares.py").write_text(WAITS)
     command = (sys.executable, "-m", "pytest", "--pool=2", "-p", "no:cacheprovider", str(folder / "test_shares.py"))
     log = (folder / "log").open("w")
+    # What was started in the background, as by `nohup make test-all &`, ignores the signal, and so would what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process:
+        signal.signal(signal.SIGINT, before)
         assert wait_until((folder / "set up").exists)
         os.killpg(process.pid, signal.SIGINT)
     printed = (folder / "log").read_text()
