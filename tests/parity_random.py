@@ -110,13 +110,13 @@ def theirs(folder: Path) -> list[str]:
 
 def compare(folder: Path) -> list[str]:
     """Returns the files whose models are computed otherwise here."""
+    from tests.unit.hf_folders import nested, parameters_of
     from trainers.models.hf import config as hf_config
-    from trainers.models.hf.weights import from_tensors
 
     wrong = []
     for at in sorted((folder / "imports").iterdir()):
         model = hf_config.read(json.loads((at / "config.json").read_text()))
-        params = from_tensors(model, load_file(at / "model.safetensors"))
+        params = nested(parameters_of(at))
         expected = load_file(at / "expected.safetensors")
         wrong += _apart(at, _logits(model, params, expected["tokens"]), expected["logits"])
     return wrong

@@ -158,7 +158,7 @@ def training_seen(machines: list[Machine]) -> Iterator[set[str]]:
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(2.0):
+        while not over.wait(1.9):
             seen.update(machine.ip for machine in machines if any("trainers.worker" in line for line in machine.processes()))
 
     thread = threading.Thread(target=look)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from tests import ROOT
 from tests.programs.small_tokens import datasets, log_probabilities
+from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.training import arguments, assert_equal, of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import export, manifest
@@ -22,7 +23,6 @@ from trainers.commands import evaluate, saved_models
 from trainers.commands import export as command
 from trainers.errors import CheckpointError, CheckpointMissingError, UsageError
 from trainers.models.decoder import Decoder
-from trainers.models.hf.weights import from_tensors
 from trainers.planning import estimate
 from trainers.trainer.beginnings import beginning
 
@@ -55,9 +55,7 @@ def logits(made, params, frozen, tokens):
 def plain_logits(folder, tokens, config):
     """Of the decoder without adapters."""
     graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
-    nnx.replace_by_pure_dict(
-        state, jax.tree.map(jnp.asarray, from_tensors(config, load_file(Path(folder) / "model.safetensors")))
-    )
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, nested(parameters_of(Path(folder)))))
     return np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(tokens))(state))
 
 
