@@ -94,9 +94,13 @@ def told(row: Row, kept: float | None) -> tuple[str, bool]:
     return f"{said}; it was {kept:.3f}{', SLOWER' if slower else ''}", slower
 
 
+def share_of(number: int, options: argparse.Namespace) -> int:
+    return max(2, int(options.share * number))  # quartiles need two
+
+
 def steps_of(workload: str, folder: Path, options: argparse.Namespace) -> list[Pair]:
     """The seconds of a step in long turns of two processes, which both wait while the other one trains."""
-    num_pairs, steps = (max(2, int(options.share * number)) for number in STEPS[workload])
+    num_pairs, steps = (share_of(number, options) for number in STEPS[workload])
     with ExitStack() as ended:
         both = [
             ended.enter_context(started(command, line, folder / name))[0]
@@ -115,11 +119,11 @@ def steps_of(workload: str, folder: Path, options: argparse.Namespace) -> list[P
 
 def first_steps_of(workload: str, folder: Path, options: argparse.Namespace) -> list[Pair]:
     """The seconds from the start of a command to the end of its first step. Programs are kept of a launch before."""
-    both = by_hand_in(folder, workload, options.torch), ours_in(folder, workload)
+    theirs = by_hand_in(folder, workload, options.torch)
     pairs = []
-    for _ in range(1 + max(2, int(options.share * FIRST_STEPS))):
+    for _ in range(1 + share_of(FIRST_STEPS, options)):
         seconds = []
-        for name, command, line in both:
+        for name, command, line in (theirs, ours_in(folder, workload)):
             with started(command, line, folder / name) as (_, took_s):
                 seconds.append(took_s)
         pairs.append(Pair(*seconds))
@@ -127,19 +131,10 @@ def first_steps_of(workload: str, folder: Path, options: argparse.Namespace) -> 
 
 
 def saves(folder: Path, options: argparse.Namespace) -> list[Pair]:
-    count = max(2, int(options.share * SAVES))
+    count = share_of(SAVES, options)
     millions = 17 if options.share == 1 else 1
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.saves",
-        "--millions",
-        f"{millions}",
-        "--rounds",
-        f"{count}",
-        "--json",
-        str(folder / "saves.json"),
-    ]
+    asked = ["--millions", f"{millions}", "--rounds", f"{count}", "--json", str(folder / "saves.json")]
+    command = [sys.executable, "-m", "benchmarks.saves", *asked]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rounds = json.loads((folder / "saves.json").read_text())
     return [Pair(each["orbax_held"], each["ours_held"]) for each in rounds]
@@ -150,7 +145,7 @@ def recoveries(folder: Path, options: argparse.Namespace) -> list[Pair]:
     for _ in range(2):
         with started(command, line, folder / name) as (_, theirs_s):
             pass
-    count = max(2, int(options.share * RECOVERIES))
+    count = share_of(RECOVERIES, options)
     chaos = ["orchestrator.chaos", "configs/tiny.yaml", "--faults", "process", "--count", f"{count}", "--seed", "1"]
     score = folder / "score.json"
     subprocess.run(
@@ -182,8 +177,8 @@ def ours_in(folder: Path, workload: str) -> tuple[str, list[str], str]:
     settings += ["trainer=benchmarks.paced:PacedTrainer", f"global_batch_size={load.batch}", "max_num_steps=100000000"]
     config = folder / "config.yaml"
     config.write_text("{}\n")
-    command = [sys.executable, "-m", "trainers.run", str(config), *settings, f"storage={folder / 'runs'}", "name={}"]
-    return "ours", command, FIRST_STEP
+    settings += [f"storage={folder / 'runs'}", f"name=launch-{time.time_ns()}"]  # no run goes on from the one before
+    return "ours", [sys.executable, "-m", "trainers.run", str(config), *settings], FIRST_STEP
 
 
 @contextmanager
@@ -197,9 +192,8 @@ def started(command: Sequence[str], line: str, cache: Path) -> Iterator[tuple[su
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     began_s = time.perf_counter()
-    name = f"launch-{time.time_ns()}"  # no run goes on from the one before
     with subprocess.Popen(
-        [word.replace("name={}", f"name={name}") for word in command],
+        command,
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

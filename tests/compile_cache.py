@@ -14,7 +14,7 @@ MAX_BYTES = 2 * 1024**3
 
 @contextmanager
 def compile_cache() -> Iterator[None]:
-    """Compiles quickly what the tests run, and keeps all of it."""
+    """Keeps all of what the tests compile."""
     import jax
 
     from trainers.runtime.compile_cache import keep_whole
@@ -26,8 +26,6 @@ def compile_cache() -> Iterator[None]:
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        # Most time of a test goes into compiling, and its steps are small.
-        "jax_disable_most_optimizations": True,
     }
     before = {name: jax.config.values[name] for name in settings}
     keep_whole()  # another worker could read half of an entry

@@ -106,7 +106,8 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         HOME=home,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=" ".join(XLA_FLAGS),
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # as JAX's own tests are compiled
+        # As JAX's own tests are compiled: most time of a test goes into compiling, and its steps are small.
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
         RAY_USAGE_STATS_ENABLED="0",
         # Default 15. With anything else on the machine, Ray's workers, and what they start, would wait for it until limits pass.
         RAY_worker_niceness="0",

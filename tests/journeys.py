@@ -238,7 +238,7 @@ def count(folder: Path) -> Functions:
 def environment() -> dict[str, str]:
     environ = dict(os.environ)
     prepare(environ)
-    return {**environ, "XLA_FLAGS": IN_ORDER, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONHASHSEED": "0"}
+    return {**environ, "XLA_FLAGS": IN_ORDER, "PYTHONHASHSEED": "0"}
 
 
 def figures(entered: Functions) -> dict[str, dict[str, int]]:

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
-from tests.unit.hf_folders import nested
+from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face, hugging_face_out
 from trainers.config import MeshConfig
 from trainers.errors import CheckpointError, UsageError
@@ -46,7 +46,7 @@ def model_of(folder, dtype=jnp.float32):
     graph, state = nnx.split(nnx.eval_shape(build))
     shapes = nested_names(nnx.to_pure_dict(state))
     assert {name: leaf.shape for name, leaf in found.leaves.items()} == {name: leaf.shape for name, leaf in shapes.items()}
-    params = nested({name: jnp.asarray(hugging_face.read_whole(found, name)) for name in found.leaves})
+    params = jax.tree.map(jnp.asarray, nested(parameters_of(found.path)))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
 
