@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -116,6 +117,18 @@ def expected_s(slow: Collection[str]) -> Callable[[str], float]:
         return max((seconds for which, seconds in rows.get(file, {}).items() if which == "fast" or file in slow), default=0.0)
 
     return of
+
+
+def parts(files: Iterable[str], budget_s: float) -> list[list[str]]:
+    """Deals files of tests into as many parts as it takes for the slow tests of each to cost about the budget, or less."""
+    rows = read_ceilings()["files"]
+    seconds = {file: rows[file]["all"] - rows[file].get("fast", 0.0) for file in files if "all" in rows.get(file, {})}
+    number = max(1, math.ceil(sum(seconds.values()) / budget_s))
+    dealt: list[list[str]] = [[] for _ in range(number)]
+    for index, file in enumerate(sorted(files, key=lambda file: (-seconds.get(file, 0.0), file))):
+        lap, place = divmod(index, number)
+        dealt[number - 1 - place if lap % 2 else place].append(file)
+    return dealt
 
 
 def cost_alone(file: str, seconds: dict[str, float]) -> float:

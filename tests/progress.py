@@ -16,6 +16,8 @@ MARKERS = {
     "sampled(number)": "so many of the cases are run in `make test`, spread over all of them; the others are slow",
 }
 
+MESSAGE_CHARACTERS = 400
+
 
 class Progress:
     """The order of a run, and its lines. With a pool it lives in the process that prints."""
@@ -65,6 +67,8 @@ class Progress:
         self._seconds[file] += report.duration
         if report.when == "call" or not report.passed:
             self._outcomes[file]["failed" if report.failed else "skipped" if report.skipped else "passed"] += 1
+        if report.failed:
+            self._tell(f"     {report.nodeid} failed in its {report.when}: {message(report)}")
         if report.when == "teardown":
             self._left[file] -= 1
             if not self._left[file]:
@@ -75,14 +79,22 @@ class Progress:
         self._total = len(self._left)
 
     def _show(self, file: str) -> None:
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None or self._config.option.verbose > 0:
-            return
         ended = sum(not left for left in self._left.values())
         told = ", ".join(f"{number} {outcome}" for outcome, number in sorted(self._outcomes[file].items()))
-        reporter.ensure_newline()
         failed = self._outcomes[file]["failed"] > 0
-        reporter.line(f"{ended:4}/{self._total} {file}: {told}, {self._seconds[file]:.1f} s", red=failed)
+        self._tell(f"{ended:4}/{self._total} {file}: {told}, {self._seconds[file]:.1f} s", red=failed)
+
+    def _tell(self, line: str, red: bool = True) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and self._config.option.verbose <= 0:
+            reporter.ensure_newline()
+            reporter.line(line, red=red)
+
+
+def message(report: pytest.TestReport) -> str:
+    """Returns what a failure says, in one line. A run that is stopped before its end has told it then."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return " ".join((crash.message if crash else report.longreprtext).split())[:MESSAGE_CHARACTERS]
 
 
 def mark_all_but_a_sample(items: list[pytest.Item]) -> None:

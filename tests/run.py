@@ -1,7 +1,7 @@
 """Runs the tests: `python -m tests.run TIER ... [--workers 4] [pytest's options]`, as the targets of the Makefile do.
 
 A tier says which tests: `test` is what every commit passes, `changed` the slow tests that a change can reach, and a fifth of the
-others, `all` every test. All kinds of tests go through one pool of workers, one file at a time, the dearest first.
+others, as far as SLOW_BUDGET_S goes, `all` every test. All go through one pool of workers, one file at a time, the dearest first.
 Last come the cost of the run, the files above their ceilings, and every test that failed, with its whole message."""
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ SLOW_FILES = RESULTS / "slow_files.txt"
 MESSAGE_CHARACTERS = 4_000
 NUM_WORKERS = 4
 """Twice the cores: tests of whole jobs wait more than they compute."""
+SLOW_BUDGET_S = 2_000.0
+"""What the slow tests of one change may cost, in CPU-seconds of the ceilings: with `make test`, half an hour of two cores. A
+change that reaches more runs them in parts, another part at the next commit."""
 TIERS = ("test", "changed", "all")
 OF_DOCUMENTS = ("code_blocks", "docs", "links", "commands", "pages", "migrating", "troubleshooting", "documented_metrics")
 """Files of tests that read the documents, by a part of their names."""
@@ -75,8 +78,21 @@ def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, 
         return ("-m", "not slow")
     if reach.documents_alone(changed):
         return tuple(file for file in reach.test_files() if any(word in file for word in OF_DOCUMENTS))
-    SLOW_FILES.write_text("\n".join(reach.chosen(changed)))
+    SLOW_FILES.write_text("\n".join(affordable(reach.chosen(changed), changed or (), reach.number_of_commits())))
     return (f"--slow-of={SLOW_FILES}", *(() if "test" in tiers else ("-m", "slow")))
+
+
+def affordable(chosen: Sequence[str], changed: Sequence[str], turn: int) -> list[str]:
+    """Returns the files of tests that have their turn, and those that have themselves been changed."""
+    parts = costs.parts(chosen, SLOW_BUDGET_S)
+    if len(parts) > 1:
+        part = f"part {turn % len(parts) + 1} of {len(parts)}"
+        print(
+            f"this change reaches slow tests of more than {SLOW_BUDGET_S:.0f} CPU-s: {part} is run, another at the next commit. "
+            "`make test-all` runs all, and tests/proved.toml then names the commit",
+            flush=True,
+        )
+    return sorted({*parts[turn % len(parts)], *(file for file in changed if file in chosen)})
 
 
 def run_pytest(selection: Sequence[str], num_workers: int, options: Sequence[str]) -> int:

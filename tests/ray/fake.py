@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.hosts.fake_slices import FakeNode, slice_nodes
+from tests.programs.processes import PATIENCE_S
 
 __all__ = ["FakeNode", "cluster_of", "slice_nodes"]
 
@@ -20,7 +21,7 @@ def cluster_of(nodes: Sequence[FakeNode], **init: Any) -> Iterator[tuple[Cluster
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         handles = [_add(cluster, node) for node in nodes]
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(timeout=PATIENCE_S)
         ray.init(address=cluster.address, include_dashboard=False, **init)
         yield cluster, handles
     finally:

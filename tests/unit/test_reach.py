@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests import ROOT, reach, run
+from tests import ROOT, costs, reach, run
 
 SLOW = [file for file in reach.test_files() if re.search(r"pytest\.mark\.slow\(", reach.text_of(file))]
 
@@ -60,6 +60,23 @@ def test_what_it_cannot_reach(file, test):
 def test_five_changes_in_a_row_run_all_slow_tests_whatever_they_change():
     turns = [reach.chosen(["LICENSE"], turn) for turn in range(reach.TURNS)]
     assert sorted(file for turn in turns for file in turn) == reach.test_files()
+
+
+def test_a_change_that_reaches_more_than_one_run_can_carry_is_run_in_parts_that_have_all(capsys):
+    rows = costs.read_ceilings()["files"]
+    slow = {file: row["all"] - row.get("fast", 0.0) for file, row in rows.items() if "all" in row}
+    number = len(costs.parts(reach.test_files(), run.SLOW_BUDGET_S))
+    turns = [run.affordable(reach.test_files(), (), turn) for turn in range(number)]
+    assert sorted(file for turn in turns for file in turn) == reach.test_files()
+    assert number > 1
+    assert f"part {number} of {number} is run" in capsys.readouterr().out
+    for turn in turns:
+        assert sum(slow.get(file, 0.0) for file in turn) < 1.1 * run.SLOW_BUDGET_S
+    dearest = max(slow, key=lambda file: slow[file])
+    assert all(dearest in run.affordable(reach.test_files(), [dearest], turn) for turn in range(number))
+    capsys.readouterr()
+    assert run.affordable([dearest, "tests/unit/test_docs.py"], (), 7) == [dearest, "tests/unit/test_docs.py"]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_change_that_nobody_knows_runs_everything():

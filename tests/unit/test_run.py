@@ -28,6 +28,8 @@ def test_a_failure_is_the_status_and_the_last_line(tmp_path, monkeypatch, capfd,
     options = ("--workers", num_workers, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path))
     assert run.main(("test", *options)) == 1
     told = capfd.readouterr().out
+    # At once, for a run that somebody stops; and at the end.
+    assert told.index("test_one.py::test_it failed in its call: assert False") < told.index("1 failed")
     assert told.index("1 failed") < told.index("The tests ended with exit status 1:")
     assert told.splitlines()[-1].startswith("  test_one.py::test_it: assert False")
 
