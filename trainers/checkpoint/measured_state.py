@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.checkpoint import model_only
+from trainers.checkpoint import array_fingerprints, model_only
 from trainers.checkpoint.array_fingerprints import leaf_names, measured
 from trainers.checkpoint.validate import shapes
+from trainers.parallel import host_memory
 from trainers.parallel.device import wait_for_device
 from trainers.parallel.mesh import replicated
 from trainers.runtime.executables import Program, ProgramStore
@@ -44,7 +46,7 @@ class MeasuredState:
     """Measures states of one shape. What was infinite as the run began, such as a mask, may stay so."""
 
     def __init__(self, mesh: Mesh, store: ProgramStore, note: Callable[[str], None]):
-        self._program = Program("fingerprints", jax.jit(measured, out_shardings=replicated(mesh)), store, note)
+        self._program = Program("fingerprints", jax.jit(measured, out_shardings=replicated(mesh)), store, note, code=_code())
         self._first: jax.Array | None = None
         """What was measured of the state that the run began with; not waited for."""
         self._first_names: list[str] = []
@@ -72,10 +74,6 @@ class MeasuredState:
         on_device = self._program(state)  # first: the devices compute while the host finds the names
         return Measurement(leaf_names(state), shapes(state), on_device)
 
-    def described(self, state: TrainState) -> dict[str, Any]:
-        """Returns what a checkpoint's meta says of the arrays in it. All hosts must call this."""
-        return dict(self.begin(state).described)
-
     def broken(self, not_finite: Mapping[str, int]) -> list[str]:
         """Returns the names of the leaves that have more values that are not finite than as the run began. `not_finite` are
         those of `described`."""
@@ -99,12 +97,19 @@ class MeasuredState:
     @property
     def infinite_parameters(self) -> bool | None:
         """Whether parameters were not finite as the run began; None: not known. Waits for the device."""
-        allowed = self.allowed()
-        return None if allowed is None else any(name.startswith(f".{model_only.PART}") for name in allowed)
+        return None if (allowed := self.allowed()) is None else any(name.startswith(f".{model_only.PART}") for name in allowed)
 
     def _rows(self, state: TrainState) -> np.ndarray:
         """Returns uint32[num_leaves, 3]: `array_fingerprints.measured`."""
         return wait_for_device(self._program(state))
+
+
+def _code() -> str | None:
+    """Returns the text of all of ours that `measured` runs; None where modules have no text."""
+    try:
+        return "".join(map(inspect.getsource, (array_fingerprints, host_memory)))
+    except OSError:
+        return None
 
 
 def _not_finite(names: Sequence[str], rows: np.ndarray) -> dict[str, int]:

@@ -135,7 +135,7 @@ class Restorer:
         check_same_model(meta, abstract, str(self._owner.at(step)))
         state = self._read_arrays(self._owner.at(step) / manifest.STATE_FOLDER, abstract)
         # A collective. It is safe here: all hosts have just agreed that they could read their arrays.
-        found = self._measured.described(state)
+        found = self._measured.begin(state).described
         # No exchange: the fingerprints are the same on all hosts, so all raise or none.
         if wrong := [name for name, value in found["fingerprints"].items() if meta["fingerprints"].get(name) != value]:
             raise manifest.DamagedError(

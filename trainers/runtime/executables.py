@@ -3,6 +3,7 @@
 A restarted process would spend most of its recovery on tracing, lowering and loading programs that it has run before. So each
 machine keeps the executables it compiled, serialized, in a folder. They are found in two ways: by the lowered program, as in a
 compile cache that outlives launches; and by what the program was made from (configuration, code, shapes), which avoids tracing.
+Users' code may change from launch to launch: only a program that has none of it is found so in another launch.
 All programs kept here run on the devices of all hosts, so one host's executable serves every host of the same gang.
 """
 
@@ -88,24 +89,29 @@ class ProgramStore:
         self._in_use: set[Path] = set()
         self._touched_s = time.monotonic()
 
-    def load_ahead(self, name: str, args: Sequence[Any]) -> None:
+    def load_ahead(self, name: str, args: Sequence[Any], code: str | None = None) -> None:
         """Begins to load what `get` will need, if it was kept, while other work continues, such as restoring a state."""
         if self.folder is None:
             return
         executable_files.trust_tree((tuple(args), {}))
-        path = self._target(self._pointer_path(name, args))
+        path = self._target(self._pointer_path(name, args, code))
         if path is not None:
             self._loading[path] = self._loader.submit(self._load, path)
 
     def get(
-        self, name: str, jitted: Any, args: Sequence[Any], keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True
+        self,
+        name: str,
+        jitted: Any,
+        args: Sequence[Any],
+        keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True,
+        code: str | None = None,
     ) -> tuple[jax.stages.Compiled, str | None]:
         """Returns (the program `jitted` compiled for `args`, the name of the file that it was loaded from). `args` may be
-        shapes with shardings. `keep` says whether one that had to be compiled is kept."""
+        shapes with shardings. `keep` says whether one that had to be compiled is kept. `code`: as of `Program`."""
         if self.folder is None:
             return lowered(jitted, args).compile(), None
         executable_files.trust_tree((tuple(args), {}))
-        pointer = self._pointer_path(name, args)
+        pointer = self._pointer_path(name, args, code)
         path = self._target(pointer)
         # Taken out: a result that stayed here would keep a second reference to the program alive.
         loading = None if path is None else self._loading.pop(path, None)
@@ -141,8 +147,7 @@ class ProgramStore:
 
     def _watch_first_use(self, file: str, outputs: Any) -> None:
         assert self._attempts is not None
-        sound = all(_is_sound(leaf) for leaf in jax.tree.leaves(outputs))
-        (self._attempts.worked if sound else self._attempts.failed)(file)
+        (self._attempts.worked if all(map(_is_sound, jax.tree.leaves(outputs))) else self._attempts.failed)(file)
 
     def _usable(self, folder: Path | None) -> Path | None:
         """Returns `folder`, or None if nothing can be kept there."""
@@ -155,10 +160,11 @@ class ProgramStore:
             return None
         return folder
 
-    def _pointer_path(self, name: str, args: Sequence[Any]) -> Path:
+    def _pointer_path(self, name: str, args: Sequence[Any], code: str | None) -> Path:
         """Returns the path of the pointer: a small file, found without tracing, that names the executable."""
         assert self.folder is not None
-        return self.folder / f"{name}-{_digest(self._origin, _signature(args), _libraries(), _compiled_for())}.json"
+        origin = self._origin if code is None else f"{code} {jax.tree.structure(args)} {_devices()}"
+        return self.folder / f"{name}-{_digest(origin, json.dumps(_shapes(tuple(args))), _libraries(), _compiled_for())}.json"
 
     def _target(self, pointer: Path) -> Path | None:
         """Returns the executable that was made from the same before, if it still exists."""
@@ -203,9 +209,9 @@ class ProgramStore:
         self, name: str, pointer: Path, lowered: jax.stages.Lowered, keep: Callable[[jax.stages.Compiled], bool]
     ) -> tuple[jax.stages.Compiled, str | None]:
         # The name is a digest of all that the executable depends on: two programs never share a file.
-        path = pointer.with_name(
-            f"{name}-{_digest(lowered.as_text(), _trees(lowered), _libraries(), _compiled_for(), _devices())}.xla"
-        )
+        # The trees that it takes and returns are part of it, and cannot be seen in the lowered program.
+        trees = str((lowered.in_tree, lowered.out_tree))
+        path = pointer.with_name(f"{name}-{_digest(lowered.as_text(), trees, _libraries(), _compiled_for(), _devices())}.xla")
         loaded = self._load(path)
         compiled = loaded or compile_afresh(lowered)
         if not keep(compiled):
@@ -254,15 +260,6 @@ def compile_afresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
-
-
-def _trees(lowered: jax.stages.Lowered) -> str:
-    """Returns the trees that an executable takes and returns. They are part of it, and cannot be seen in the lowered program."""
-    return f"{lowered.in_tree} {lowered.out_tree}"
-
-
-def _signature(args: Sequence[Any]) -> str:
-    return json.dumps(_shapes(tuple(args)))
 
 
 @functools.cache
@@ -323,10 +320,19 @@ class Bound(Protocol):
 
 class Program:
     """A jitted function, compiled once ahead of time. If it is called with other shapes it is compiled again, and a note says
-    what changed. `bound` are arguments that it adds to those of each call."""
+    what changed. `bound` are arguments that it adds to those of each call. `code` is the text of all our code that the function
+    runs, if it depends on nothing else but its arguments."""
 
-    def __init__(self, name: str, jitted: Any, store: ProgramStore, note: Callable[[str], None], bound: Bound | None = None):
-        self.name, self.jitted, self.store, self.note, self.bound = name, jitted, store, note, bound
+    def __init__(
+        self,
+        name: str,
+        jitted: Any,
+        store: ProgramStore,
+        note: Callable[[str], None],
+        bound: Bound | None = None,
+        code: str | None = None,
+    ):
+        self.name, self.jitted, self.store, self.note, self.bound, self.code = name, jitted, store, note, bound, code
         self.compiled: jax.stages.Compiled | None = None
         self._untried_file: str | None = None
         """The file that `compiled` was loaded from, until its first use."""
@@ -334,14 +340,14 @@ class Program:
 
     def load_ahead(self, *args: Any) -> None:
         """Optional, before `prepare`: loads a kept executable in the background."""
-        self.store.load_ahead(self.name, self._with_shapes(args))
+        self.store.load_ahead(self.name, self._with_shapes(args), self.code)
 
     def prepare(self, *args: Any) -> None:
         self.compile(args)
 
     def compile(self, args: tuple[Any, ...], keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True) -> None:
         """Does what `prepare` does. `keep`: as of `ProgramStore.get`."""
-        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args), keep)
+        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args), keep, self.code)
         self.shapes = _shapes(args)
 
     def __call__(self, *args: Any) -> Any:

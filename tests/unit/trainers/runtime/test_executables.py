@@ -11,14 +11,17 @@ from typing import NamedTuple
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.programs.processes import PATIENCE_S
 from tests.programs.tiny import Numbers
 from tests.unit.training import arguments, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
+from trainers.checkpoint.measured_state import MeasuredState
 from trainers.runtime import executables as compile_module
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.load_attempts import MAX_CRASHES
@@ -28,7 +31,7 @@ from trainers.runtime.load_attempts import MAX_CRASHES
 def made(tmp_path):
     """`made()` is a process's program: its answers, how often it was traced, what was noted."""
 
-    def make(origin="launch 1"):
+    def make(origin="launch 1", code=None):
         traces, notes = [], []
 
         def double(x):
@@ -36,7 +39,7 @@ def made(tmp_path):
             return 2 * x
 
         store = ProgramStore(tmp_path, origin, notes.append)
-        return Program("double", jax.jit(double), store, notes.append), traces, notes
+        return Program("double", jax.jit(double), store, notes.append, code=code), traces, notes
 
     return make
 
@@ -56,6 +59,28 @@ def test_another_launch_traces_again_since_the_code_may_have_changed(made, tmp_p
     program(jnp.ones(3))
     assert len(traces) == 1
     assert len(list(tmp_path.glob("*.xla"))) == 1  # the same program, compiled once
+
+
+def test_another_launch_loads_what_has_only_code_that_is_known_without_tracing(made):
+    made(code="def double")[0](jnp.ones(3))
+    other = [(made("launch 2", code="def double"), 0), (made("launch 2", code="def double, otherwise"), 1), (made("launch 2"), 1)]
+    for (program, traces, _), traced in other:
+        assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+        assert len(traces) == traced
+
+
+def test_the_fingerprints_of_another_launch_are_not_traced_again(tmp_path, monkeypatch):
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "d")
+
+    def measure(origin, state):
+        return MeasuredState(mesh, ProgramStore(tmp_path, origin, print), print).fingerprint(state).tolist()
+
+    state = jax.device_put({"a": jnp.arange(3.0), "b": jnp.ones(2, jnp.bfloat16)}, NamedSharding(mesh, PartitionSpec()))
+    first = measure("launch 1", state)
+    monkeypatch.setattr(jax.stages.Traced, "lower", lambda *args: pytest.fail("lowered again"))
+    assert measure("launch 2", state) == first
+    with pytest.raises(pytest.fail.Exception, match="lowered again"):
+        measure("launch 2", {**state, "c": None})  # another tree of the same arrays
 
 
 @pytest.mark.parametrize("held_in_memory", [True, False])
