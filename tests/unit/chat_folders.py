@@ -71,11 +71,12 @@ def write(
     *,
     plain: Sequence[str] = (),
     around: str | None = None,
+    rstrip: bool = False,
     **about: Any,
 ) -> Path:
     """Returns the folder `path` with the tokenizer, and this chat template. `plain`: tokens that were added as not special.
-    `around`: what the tokenizer puts around a text, such as `<|begin_of_text|> $A <|end|>`. `about`: more of its
-    configuration."""
+    `around`: what the tokenizer puts around a text, such as `<|begin_of_text|> $A <|end|>`. `rstrip`: the special tokens take the
+    white space behind them. `about`: more of its configuration."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     path.mkdir(parents=True)
@@ -83,7 +84,7 @@ def write(
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     if around is not None:
         known = [(text, 256 + number) for number, text in enumerate(SPECIAL)]

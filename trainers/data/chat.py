@@ -1,9 +1,8 @@
 """Documents of conversations, and of prompts with their completions: what is a target in each, and what is not.
 
 The targets of a conversation are what the assistant writes: the contents of its messages, its calls of tools, its thoughts, and
-what ends its turn, for a model must learn when to stop. Where the chat template has marks (`{% generation %}`), the marked tokens
-are the targets, and no others. The templates of most models have none: there `trainers.text.turns` finds what the assistant
-writes.
+what ends its turn, for a model must learn when to stop. A template may mark which of it are the targets (`{% generation %}`).
+Those of most models have no marks: there `trainers.text.turns` finds what the assistant writes, from where a generation begins.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainers.data.tool_calls import with_arguments
 from trainers.errors import DataError, UsageError
 from trainers.text import tokenizers, turns
 from trainers.text.tokenizers import NO_TEMPLATE, FolderTokenizer, Rendered, Tokenizer
-from trainers.text.turns import CONTENT, WITH_MARKS, Conversation, shown
+from trainers.text.turns import CONTENT, ROLE, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""
@@ -147,7 +146,10 @@ def _tokens(tokenizer: FolderTokenizer, chat: Conversation) -> tuple[list[int], 
             f"the chat template of {tokenizer.source} does not write {', '.join(each.what for each in found)}: give a template "
             "that does, or " + (leave_out(names) if names else "records without it")
         )
-    return (_by_marks if tokenizer.has_marks(chat.fields) else _by_turns)(tokenizer, chat, text)
+    whole = tokenizer.encode_rendered(text)
+    has_marks = tokenizer.has_marks(chat.fields)
+    pieces = _marked(tokenizer, chat, text) if has_marks else _by_turns(tokenizer, chat, text, whole)
+    return whole.tokens, [_inside(tokenizer, whole, *piece)[0] for piece in pieces]
 
 
 def _document(tokens: Sequence[int], weight: Any, name: str) -> Document:
@@ -158,34 +160,58 @@ def _document(tokens: Sequence[int], weight: Any, name: str) -> Document:
     return document
 
 
-def _by_marks(tokenizer: FolderTokenizer, chat: Conversation, text: str) -> tuple[list[int], list[slice]]:
-    """Returns (the tokens, those that the template marks, one slice for each message of the assistant)."""
-    tokens, mask = turns.refusing(tokenizer, lambda: tokenizer.marked(chat.messages, chat.fields))
-    edges = np.flatnonzero(np.diff([0, *mask, 0]))
-    places = [slice(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True)]
-    if len(places) != len(chat.answers):
+def _marked(tokenizer: FolderTokenizer, chat: Conversation, text: str) -> list[tuple[int, int]]:
+    """Returns the pieces of the text that the template marks: one for each message of the assistant."""
+    _, pieces = turns.refusing(tokenizer, lambda: tokenizer.marked(chat.messages, chat.fields))
+    if len(pieces) != len(chat.answers):
         raise DataError(
-            f"the chat template of {tokenizer.source} marks {len(places)} pieces of text, and {len(chat.answers)} messages are "
+            f"the chat template of {tokenizer.source} marks {len(pieces)} pieces of text, and {len(chat.answers)} messages are "
             f"the assistant's: expected one for each; {WITH_MARKS} around each of its messages"
         )
-    return tokens, places
+    turns.check_written(tokenizer, chat, text)
+    others = turns.with_others_sentinels(chat, text)
+    try:
+        other, marked = tokenizer.marked(others.messages, others.fields)
+    except Exception:  # it looks at what they say, and refuses the sentinels
+        return pieces
+    said = "".join(other[start:stop] for start, stop in marked)
+    for index in {*range(len(chat.messages))} - {*chat.answers}:
+        if turns.sentinel_of(text, index) in said:
+            raise DataError(
+                f"the chat template of {tokenizer.source} marks what role {chat.messages[index][ROLE]} says in message {index}: "
+                f"{WITH_MARKS} around what the assistant writes alone"
+            )
+    return pieces
 
 
-def _by_turns(tokenizer: FolderTokenizer, chat: Conversation, text: str) -> tuple[list[int], list[slice]]:
-    """Returns (the tokens, those of each turn of the assistant with what ends it)."""
-    found = tokenizer.encode_rendered(text)
-    tokens, (starts, stops) = found.tokens, np.array(found.offsets, np.int64).reshape(-1, 2).T
-    places = []
+def _by_turns(tokenizer: FolderTokenizer, chat: Conversation, text: str, found: Rendered) -> list[tuple[int, int]]:
+    """Returns where the text has each turn of the assistant, with what ends it: from where the answer of a generation begins."""
+    opening = turns.opening_of(tokenizer, chat.fields) if chat.fields else tokenizer.opening
+    places, before = [], 0
     for index, turn in zip(chat.answers, turns.turns(tokenizer, chat, text), strict=True):
+        opens = text.rfind(opening, before, turn.start) if opening else -1
         is_last = index + 1 == len(chat.messages)
         stop = turn.stop if turn.with_end else _with_end(tokenizer, text, turn.stop, found, is_last=is_last)
-        inside = np.flatnonzero((starts < stop) & (stops > turn.start))
-        if turn.with_end and not (len(inside) and tokens[inside[-1]] in tokenizer.special_ids):
+        if turn.with_end and not tokenizer.special_ids & {*_inside(tokenizer, found, turn.start, stop)[1][-1:]}:
             raise DataError(
                 f"the chat template of {tokenizer.source} does not tell what ends a turn of the assistant: {WITH_MARKS}"
             )
-        places.append(slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0))
-    return tokens, places
+        places.append((turn.start if opens < 0 else opens + len(opening), stop))
+        before = stop
+    return places
+
+
+def _inside(tokenizer: FolderTokenizer, found: Rendered, start: int, stop: int) -> tuple[slice, list[int]]:
+    """Returns (the place of the tokens of a piece of the text, the tokens)."""
+    starts, stops = np.array(found.offsets, np.int64).reshape(-1, 2).T
+    inside = [
+        int(place)
+        for place in np.flatnonzero((starts < stop) & (stops > start))
+        # A special token that takes the white space behind it stands before the piece all the same.
+        if starts[place] >= start or found.tokens[place] not in tokenizer.special_ids
+    ]
+    place = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
+    return place, found.tokens[place]
 
 
 def _with_end(tokenizer: FolderTokenizer, text: str, stop: int, found: Rendered, *, is_last: bool) -> int:

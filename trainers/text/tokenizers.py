@@ -16,20 +16,19 @@ from datetime import date
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, MODEL_FILES, MORE_TEMPLATES, TOKENIZER_FILES, has_tokenizer
 from trainers.errors import DataMissingError, UsageError
 from trainers.text import turns
+from trainers.text.turns import NO_FIELDS
 
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")
 """Where a run's folder has its tokenizer: the folder that it came from may be gone."""
 PROBE = "a"
 """A text that tells what a tokenizer puts around one."""
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
 
@@ -284,28 +283,42 @@ class FolderTokenizer:
         """Whether the chat template marks what the assistant writes: `{% generation %}`."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.template(fields)) is not None
 
-    def marked(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> tuple[list[int], list[int]]:
-        """Returns (the tokens of a conversation, 1 for each token that the template marks as the assistant's). Raises whatever
-        the template raises."""
-        found = self._tokenizer.apply_chat_template(
-            list(messages),
+    def marked(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns (what `render` returns, the pieces of it that the template marks: (the first character, the one after the last)
+        of each). Raises whatever the template raises."""
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
+        # By characters. The tokens that `apply_chat_template` marks go to the end of the text, where a piece is the first token
+        # or ends within none.
+        (text,), (pieces,) = render(
+            [list(messages)],
             chat_template=self.template(fields),
-            return_dict=True,
             return_assistant_tokens_mask=True,
-            **fields,
+            **{**self._tokenizer.special_tokens_map, **fields},
         )
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        return text, pieces
+
+    @cached_property
+    def opening(self) -> str:
+        """What the template writes before the answer of a generation, if nothing but the messages is given to it."""
+        return turns.opening_of(self)
 
     @cached_property
     def end_of_turn(self) -> str | None:
         """The text that ends each turn of the assistant, up to its first special token; "" if the template writes none, and None
         if it does not tell."""
-        text = turns.end_of_turn(self) if self.has_template else None
-        if text is None:
+        after = turns.after_a_turn(self) if self.has_template else None
+        if after is None:
             return None
-        tokens, offsets = self.encode_rendered(text)
-        ends = (stop for token, (_, stop) in zip(tokens, offsets, strict=True) if token in self.special_ids)
-        return text[: next(ends, len(text))]
+        last, between = map(self.encode_rendered, after)
+        # By tokens: those of two ends, such as <|return|> and <|end|>, may begin alike.
+        common = turns.num_common(last.tokens, between.tokens)
+        special = next((place for place in range(common) if last.tokens[place] in self.special_ids), None)
+        end = after[0][: last.offsets[common - 1 if special is None else special][1]] if common else ""
+        if end.strip():
+            return end.rstrip() if special is None else end
+        return None if {*last.tokens[common : common + 1]} <= self.special_ids and last.tokens[common:] else ""
 
     def encode_rendered(self, text: str) -> Rendered:
         """Returns the tokens of what `render` returned, and where each is in the text."""

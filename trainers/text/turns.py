@@ -13,12 +13,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from trainers.errors import DataError
 
 ROLE, CONTENT, TOOL_CALLS = "role", "content", "tool_calls"
 USER, ASSISTANT = "user", "assistant"
+TEXTS = (CONTENT, "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that are texts of the assistant."""
 SHOWN = 60
 """Characters of a text that errors show."""
 WITH_MARKS = (
@@ -27,6 +30,7 @@ WITH_MARKS = (
 )
 
 Message = Mapping[str, Any]
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 OF_THE_DAY = ("strftime_now",)
 """What a template asks for the day."""
 OF_THE_HEADER = frozenset({"name"})
@@ -64,6 +68,10 @@ class Template(Protocol):
 
     source: str
 
+    @property
+    def opening(self) -> str:
+        """What it writes before the answer of a generation."""
+
     def render(self, messages: Sequence[Message], *, reply: bool = False, fields: Mapping[str, Any]) -> str:
         """Returns the text of a conversation. Raises whatever the template raises."""
 
@@ -95,6 +103,58 @@ def turns(template: Template, conversation: Conversation, text: str) -> list[Tur
                 f"the chat template of {template.source} does not tell the turns of the assistant apart: {WITH_MARKS}"
             )
     return found
+
+
+def check_written(template: Template, conversation: Conversation, text: str) -> None:
+    """Raises DataError if a text of the assistant is not in that of the conversation as it is, up to white space around it."""
+    # The places of the texts tell little where a text changes what is around it.
+    for index, name, said in _not_in_place(template, conversation, text) or _too_rare(conversation, text):
+        raise DataError(
+            f"the chat template of {template.source} does not write the {name} of message {index} as it is: {shown(said)}; give "
+            "a template that does, or records without it"
+        )
+
+
+def _too_rare(conversation: Conversation, text: str) -> list[tuple[int, str, str]]:
+    """Returns (message, field, text) of the texts of the assistant that are in that of the conversation fewer times than they are
+    said: somebody else may say the same."""
+    texts = [each.strip() for message in conversation.messages for _, each in texts_of(message)]
+    there = [each for each in texts if each in text]
+    said = [(index, *each) for index in conversation.answers for each in texts_of(conversation.messages[index])]
+    return [
+        (index, name, each)
+        for index, name, each in said
+        if each.strip() and text.count(each.strip()) < max(1, sum(other.count(each.strip()) for other in there))
+    ]
+
+
+def _not_in_place(template: Template, conversation: Conversation, text: str) -> list[tuple[int, str, str]]:
+    """Returns (message, field, text) of the first text of the assistant that is not in its place, if what is around them tells
+    their places."""
+    messages, texts = [*conversation.messages], dict[str, tuple[int, str, str]]()
+    for index in conversation.answers:
+        for name in (each for each in TEXTS if isinstance(messages[index].get(each), str) and messages[index][each].strip()):
+            sentinel = sentinel_of(text, len(texts))
+            texts[sentinel] = (index, name, messages[index][name])
+            messages[index] = {**messages[index], name: sentinel}
+    try:
+        around = rendered(template, conversation._replace(messages=messages))
+    except DataError:
+        return []
+    for sentinel, found in texts.items():
+        if around.count(sentinel) != 1:
+            return [] if sentinel in around else [found]
+    first, *rest = re.split(f"({'|'.join(texts)})", around) if texts else [around]
+    place = len(first)
+    for number, (sentinel, after) in enumerate(zip(rest[::2], rest[1::2], strict=True), 1):
+        is_last, said = number == len(texts), texts[sentinel][2]
+        follows = text[place:].__eq__ if is_last else text[place:].startswith
+        written = next((each for each in (said, said.strip()) if follows(each + after)), None)
+        if written is None:
+            is_there = text.endswith(after) if is_last else after in text[place:]
+            return [texts[sentinel]] if is_there and text.startswith(first) else []
+        place += len(written) + len(after)
+    return []
 
 
 def is_plain(message: Message) -> bool:
@@ -192,45 +252,44 @@ def _start(template: Template, whole: str, before: str) -> int | None:
     for each in (before, before.rstrip()):
         if whole.startswith(each):
             return len(each)
-    opening = opening_of(template)
+    opening = template.opening
     start = before.rfind(opening) + len(opening)
     is_there = bool(opening) and opening in before and whole.startswith(before[:start])
     return start if is_there else None
 
 
-def opening_of(template: Template) -> str:
-    """Returns what a template writes before the assistant's next message; "" if it writes nothing."""
+def opening_of(template: Template, fields: Mapping[str, Any] = NO_FIELDS) -> str:
+    """Returns what a template writes before the answer of a generation; "" if it writes nothing."""
     asked = [{ROLE: USER, CONTENT: "a"}]
     try:
-        without, opened = (template.render(asked, reply=reply, fields={}) for reply in (False, True))
+        without, opened = (template.render(asked, reply=reply, fields=fields) for reply in (False, True))
     except Exception:  # it takes no such conversation
         return ""
     return opened.removeprefix(without) if opened.startswith(without) else ""
 
 
 def texts_of(message: Message) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a message of the assistant that stand in its turn as they are, with the name of their field."""
+    """Yields the texts of a message that a template writes as they are, with the name of their field."""
     content = message.get(CONTENT)
     for part in [{"text": content}] if isinstance(content, str) else content or []:
         yield CONTENT, part["text"]
-    for name in ("reasoning_content", "reasoning", "thinking"):
+    for name in TEXTS[1:]:
         if isinstance(message.get(name), str):
             yield name, message[name]
     for call in message.get(TOOL_CALLS) or []:
         yield TOOL_CALLS, call.get("function", call)["name"]
 
 
-def end_of_turn(template: Template) -> str | None:
-    """Returns the text that ends each turn of the assistant, whatever follows; "" if there is none but white space, and None if
-    the template does not tell."""
+def after_a_turn(template: Template) -> tuple[str, str] | None:
+    """Returns (what follows the last turn of the assistant, what follows one before a message of the user); None if the template
+    takes no such conversation."""
     ask, answer, more = (sentinel_of("", number) for number in range(3))
     messages = [{ROLE: USER, CONTENT: ask}, {ROLE: ASSISTANT, CONTENT: answer}, {ROLE: USER, CONTENT: more}]
     try:
         last, between = (template.render(messages[:number], fields={}).partition(answer)[2] for number in (2, 3))
-    except Exception:  # it takes no such conversation
+    except Exception:
         return None
-    end = last[: num_common(last, between)]
-    return end.rstrip() if end.strip() else ""
+    return last, between.partition(more)[0]
 
 
 def with_day(text: str, day: date) -> str:
@@ -307,25 +366,31 @@ def _matters(template: Template, other: Conversation, text: str) -> bool:
 
 def _contents_left_out(template: Template, conversation: Conversation, text: str) -> Iterator[LeftOut]:
     """Yields the contents of those who are not the assistant, whose turns tell theirs."""
-    of_others = [
-        index for index, each in enumerate(conversation.messages) if each[ROLE] != ASSISTANT and _says_something(each[CONTENT])
-    ]
-    messages = [dict(each) for each in conversation.messages]
-    for index in of_others:
-        messages[index][CONTENT] = _with_text(messages[index][CONTENT], sentinel_of(text, index))
     try:
-        found = rendered(template, conversation._replace(messages=messages))
+        found = rendered(template, with_others_sentinels(conversation, text))
     except DataError:  # it looks at what they say: each by itself
         found = ""
     for message in conversation.messages:
         if not isinstance(message[CONTENT], str) and message[CONTENT] and str(message[CONTENT]) in text:
             yield LeftOut(f"the {CONTENT} of role {message[ROLE]}, a list of parts, as their text", None)
-    for index in of_others:
-        if sentinel_of(text, index) not in found:
-            message = conversation.messages[index]
+    for index, message in enumerate(conversation.messages):
+        if _is_said_to_it(message) and sentinel_of(text, index) not in found:
             empty = {**message, CONTENT: _with_text(message[CONTENT], "")}
             if not _matters(template, conversation.with_message(index, empty), text):
                 yield LeftOut(f"the {CONTENT} of role {message[ROLE]}", None)
+
+
+def with_others_sentinels(conversation: Conversation, text: str) -> Conversation:
+    """Returns the conversation with a sentinel in place of what each of those says who are not the assistant."""
+    messages = [
+        {**each, CONTENT: _with_text(each[CONTENT], sentinel_of(text, index))} if _is_said_to_it(each) else each
+        for index, each in enumerate(conversation.messages)
+    ]
+    return conversation._replace(messages=messages)
+
+
+def _is_said_to_it(message: Message) -> bool:
+    return message[ROLE] != ASSISTANT and _says_something(message[CONTENT])
 
 
 def _with_text(content: Any, text: str) -> Any:

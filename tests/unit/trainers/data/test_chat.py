@@ -40,7 +40,9 @@ def encoded(tokenizer, messages):
 )
 def test_what_the_assistant_writes_and_the_end_of_its_turn_are_the_targets(tokenizer, template, end):
     made = tokenizer(getattr(chat_folders, template))
-    assert encoded(made, MESSAGES) == (made.render(MESSAGES), [f"Hello \u00e9!{end}", f"No.{end}"])
+    # A generation begins before the place for thoughts, and so does an answer.
+    thought = "<think>\n\n</think>\n\n" if template == "QWEN" else ""
+    assert encoded(made, MESSAGES) == (made.render(MESSAGES), [f"Hello \u00e9!{end}", f"{thought}No.{end}"])
 
 
 def test_a_template_with_marks_gives_the_same_document_as_one_without(tokenizer):
@@ -157,3 +159,43 @@ def test_the_digest_tells_encoders_apart(tokenizer):
     digests = [encoder.digest() for encoder in (ChatEncoder(one), ChatEncoder(other), ChatEncoder(one, "turns"))]
     assert len({*digests, CompletionEncoder(one).digest(), CompletionEncoder(one, "question").digest()}) == 5
     assert ChatEncoder(FolderTokenizer(one.source)).digest() == digests[0]
+
+
+OF_THE_NEXT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '|' }}{% if loop.nextitem %}"
+    "{{ loop.nextitem.content }}{% endif %}{% endgeneration %}{% elif loop.first %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_marks_what_others_say_is_refused(tokenizer):
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    with pytest.raises(DataError, match=r"marks what role user says in message 2: .* around what the assistant writes alone"):
+        encoded(tokenizer(OF_THE_NEXT), said)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("m.content.split('</think>')[-1]", "does not write the content of message 1 as it is: '<think>why</think>so'"),
+        ("m.content if not m.tool_calls else ''", "does not write the content of message 1 as it is"),
+        ("m.content[:2]", "does not write the content of message 1 as it is"),
+        ("m.content[0].text", "does not write the content of message 1 as it is: 'two'"),
+    ],
+)
+def test_what_a_template_with_marks_does_not_write_is_refused_as_without_marks(tokenizer, content, error):
+    says = [{"type": "text", "text": each} for each in ("one", "two")] if "[0]" in content else "<think>why</think>so"
+    answer = {"role": "assistant", "content": says, "tool_calls": [{"name": "look", "arguments": {}}]}
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}{% generation %}{{ CONTENT }}"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{{ c.arguments | tojson }}{% endfor %}{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=error):
+        encoded(tokenizer(template.replace("CONTENT", content)), [{"role": "user", "content": "so? one or two"}, answer])
+
+
+def test_a_special_token_that_takes_the_white_space_behind_it_is_no_target(tmp_path):
+    template = "{% for m in messages %}{{ m.role + '<|im_start|>\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    made = FolderTokenizer(str(chat_folders.write(tmp_path / "folder", template, rstrip=True)))
+    says = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " 4"}]
+    assert encoded(made, says) == ("user<|im_start|>q<|im_end|>assistant<|im_start|>4<|im_end|>", ["4<|im_end|>"])

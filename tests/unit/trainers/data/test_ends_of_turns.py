@@ -73,6 +73,17 @@ def test_a_generation_stops_by_what_ends_a_turn(folders):
     assert (of["alpaca"].stop_ids(), of["alpaca"].stop_texts()) == ((of["alpaca"].separator,), ())
 
 
+def test_of_two_ends_that_begin_alike_none_is_the_end_of_each_turn_and_both_are_targets(tmp_path):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ '<|end|>' if loop.last else '<|eot_id|>' }}{% endfor %}"
+    )
+    tokenizer = FolderTokenizer(str(chat_folders.write(tmp_path / "folder", template)))
+    assert (tokenizer.end_of_turn, tokenizer.stop_texts()) == (None, ())
+    (document,) = ChatEncoder(tokenizer).encode([{"messages": [ASKED, ANSWER, ASKED, ANSWER]}])
+    assert tokenizer.raw(document.tokens[document.token_weight > 0].tolist()) == "Hello<|eot_id|>Hello<|end|>"
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_command_and_the_evaluation_stop_by_a_text_that_ends_a_turn(folders, tmp_path, chat):
     tokenizer = FolderTokenizer(str(folders["several"]))
