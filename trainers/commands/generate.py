@@ -109,8 +109,8 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     """Returns the prompts. Raises UsageError for options that contradict each other."""
     texts = list(options.prompt)
     if options.prompts_file is not None:
-        lines = sys.stdin if options.prompts_file == "-" else Path(options.prompts_file).read_text().splitlines()
-        texts += [line.rstrip("\n") for line in lines if line.strip()]
+        # By new lines alone: others that Unicode has may stand within a prompt.
+        texts += [line.removesuffix("\r") for line in _text_of(options.prompts_file).split("\n") if line.strip()]
     problems = []
     if not texts:
         problems.append("there is no prompt: give --prompt TEXT, or --prompts-file FILE with one a line")
@@ -124,6 +124,16 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     if problems:
         raise UsageError("\n".join(problems))
     return texts
+
+
+def _text_of(path: str) -> str:
+    from trainers.data.sources import encoded as encoded_text
+
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return encoded_text.text_of(content)
+    except ValueError as error:
+        raise UsageError(f"--prompts-file {path}: {error}") from error
 
 
 def images_of(options: argparse.Namespace, num_prompts: int) -> list[list[str]]:
@@ -235,7 +245,25 @@ def encoded(opened: Opened, text: str, options: argparse.Namespace, num_images: 
 
 def stop_texts(opened: Opened, options: argparse.Namespace) -> tuple[str, ...]:
     """Returns the texts that end a continuation: those of `--stop`, and of a chat what ends a turn where that is no token."""
-    return (*options.stop, *(opened.tokenizer.stop_texts() if options.chat else ()))
+    asked = [text for text in options.stop if _stop_id(opened.tokenizer, text) is None]
+    return (*asked, *(opened.tokenizer.stop_texts() if options.chat else ()))
+
+
+def stop_ids(opened: Opened, options: argparse.Namespace) -> tuple[int, ...]:
+    """Returns the tokens that end a continuation: those of the model, and of `--stop` each text that is a special token."""
+    asked = [_stop_id(opened.tokenizer, text) for text in options.stop]
+    return (*opened.tokenizer.stop_ids(), *(token for token in asked if token is not None))
+
+
+def _stop_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """Returns the special token that a text is; None if it has none. Raises UsageError for one with more than that: no continuation
+    has it, for special tokens are not shown."""
+    (tokens,) = tokenizer.encode_documents([text])
+    if tokenizer.decode(tokens) == tokenizer.raw(tokens):
+        return None
+    if len(tokens) > 1:
+        raise UsageError(f"--stop {text!r} has a special token and more: expected one special token, or a text without them")
+    return tokens[0]
 
 
 def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) -> Generator:
@@ -276,7 +304,7 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
         decode=opened.texts.decode,
         sampling=sampling,
         window=opened.window,
-        stop_ids=opened.tokenizer.stop_ids(),
+        stop_ids=stop_ids(opened, options),
         stop=stop_texts(opened, options),
         seed=options.seed,
         rows=rows,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trainers.data.documents import Document, Record, check_all_read
-from trainers.data.messages import Chat, chat_of, leave_out, value_of
+from trainers.data.messages import Chat, chat_of, leave_out, prompt_and_completion
 from trainers.data.tool_calls import with_arguments
 from trainers.errors import DataError, UsageError
 from trainers.text import tokenizers, turns
@@ -76,7 +76,9 @@ def completed(
     ignored: Collection[str] = (),
 ) -> Document:
     """Returns the document of two columns. Raises DataError."""
-    if isinstance(value_of(record, prompt), str) and isinstance(value_of(record, completion), str):
+    asked, answer = prompt_and_completion(record, prompt, completion)
+    record = {**record, prompt: asked, completion: answer}
+    if isinstance(record[prompt], str) and isinstance(record[completion], str):
         check_all_read(record, read=(prompt, completion), ignored=ignored)
         return _of_texts(tokenizer, record[prompt], record[completion])
     chat = chat_of(record, [prompt, completion], ignored)

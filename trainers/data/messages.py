@@ -8,13 +8,24 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainers.data.documents import Record
+from trainers.data.sources import json_records
 from trainers.errors import DataError
-from trainers.text.turns import ASSISTANT, CONTENT, ROLE, TOOL_CALLS, Conversation, shown
+from trainers.text.turns import ASSISTANT, CONTENT, ROLE, TOOL_CALLS, USER, Conversation, shown
 
 WEIGHTS = ("weight", "train", "loss_mask")
 """Fields of a message, one of which says how much its tokens count as targets: a number, or whether they do at all."""
 TOOLS = "tools"
 OLD_CALL, CALL = "function_call", "{type: function, function: {name, arguments}}"
+
+
+ROLES_OF_OTHERS = frozenset(
+    {
+        *("system", "developer", "user", "tool", "tool_call", "tool_response", "tool_result", "function", "ipython"),
+        *("environment", "observation", "context", "document", "documents", "control"),
+    }
+)
+"""Roles of those who are not the assistant. Any other one may be a name for the assistant that no template knows, such as
+`Assistant`, `model` or `bot`: what it says would be no target, in silence."""
 
 
 class Chat(NamedTuple):
@@ -47,7 +58,36 @@ def messages_of(record: Record, column: str) -> list[Mapping[str, Any]]:
                 f"column {column!r}: message {index} is {shown(json.dumps(message, default=str))}: expected a mapping with the "
                 "texts role and content"
             )
+        if message[ROLE] not in ROLES_OF_OTHERS | {ASSISTANT}:
+            raise DataError(
+                f"column {column!r}: message {index} is of role {message[ROLE]!r}: expected {ASSISTANT}, whose messages are the "
+                f"targets, or one of {', '.join(sorted(ROLES_OF_OTHERS))}; rename it in the data"
+            )
     return list(value)
+
+
+def prompt_and_completion(record: Record, prompt: str, completion: str) -> tuple[Any, Any]:
+    """Returns (the prompt in a column, the completion in another one without the prompt, if it begins with its messages). Raises
+    DataError for a text that begins with its prompt, which would be a target."""
+    asked, answer = value_of(record, prompt), value_of(record, completion)
+    if isinstance(answer, str):
+        # One word may well begin its own answer.
+        if isinstance(asked, str) and len(asked.split()) > 1 and answer.startswith(asked):
+            raise DataError(
+                f"the text in column {completion!r} begins with that in {prompt!r} ({shown(asked)}), which would be a target: "
+                f"leave the prompt out of {completion!r}"
+            )
+        return asked, answer
+    given = [{ROLE: USER, CONTENT: asked}] if isinstance(asked, str) else asked
+    num_given, whole = len(given) if isinstance(given, Sequence) else 0, isinstance(answer, Sequence)
+    if num_given and whole and [*map(_of_value, answer[:num_given])] == [*map(_of_value, given)]:
+        return given, answer[num_given:]
+    return asked, answer
+
+
+def _of_value(message: Any) -> Any:
+    """Returns a message without fields that have no value."""
+    return {name: each for name, each in message.items() if each is not None} if isinstance(message, Mapping) else message
 
 
 def value_of(record: Record, column: str) -> Any:
@@ -118,7 +158,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def _json(text: str, name: str, kind: type) -> Any:
     try:
-        found = json.loads(text)
+        found = json_records.value_of(text)
     except ValueError as error:
         raise DataError(f"{name} is the text {shown(text)}, which is no JSON: {error}") from error
     if not isinstance(found, kind):

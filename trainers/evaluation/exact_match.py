@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,8 @@ from trainers.tasks.causal_lm import CausalLMTask
 from trainers.text import tokenizers
 from trainers.text.tokenizers import Tokenizer
 
+NUMBER = re.compile(r"[+-]?(?=\.?\d)(\d{1,3}(,\d{3})+|\d*)(\.\d*)?([eE][+-]?\d{1,4})?", re.ASCII)
+"""A decimal number, perhaps with commas between thousands."""
 PADDING = -1
 """After the last byte of an answer."""
 
@@ -191,16 +194,13 @@ def found(text: str, pattern: str) -> str | None:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two answers are the same: as numbers, with commas between thousands left out, or else as texts."""
+    """Whether two answers are the same: as numbers to their last digit, with commas between thousands, or else as texts."""
     numbers = [_number(each) for each in (one, other)]
     return numbers[0] == numbers[1] if None not in numbers else one == other
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:  # it is no number
-        return None
+def _number(text: str) -> Decimal | None:
+    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text.strip()) else None
 
 
 def _message(role: str, content: str) -> dict[str, str]:

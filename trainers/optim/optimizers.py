@@ -6,7 +6,7 @@ Weight decay is decoupled from the gradient (Loshchilov & Hutter 2019), scaled b
     adam       adamw without weight decay
     lion       betas                               Chen et al. 2023: wants about a third of AdamW's learning rate
     sgd        momentum betas[0]
-    rmsprop    decay betas[1], eps
+    rmsprop    decay betas[1], eps added to the root of the mean square, as by torch     Hinton 2012, lecture 6e
     adafactor  factored second moments; no first moment, no scaling by the parameter's size      Shazeer & Stern 2018
     muon       orthogonalized momentum betas[1] for the matrices of the layers, with the update size of AdamW, so that
                AdamW's learning rate fits (Liu et al. 2025, arXiv:2502.16982); AdamW for all other parameters
@@ -152,7 +152,7 @@ def _sgd(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
 
 
 def _rmsprop(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
-    return optax.scale_by_rms(decay=config.betas[1], eps=config.eps)
+    return optax.scale_by_rms(decay=config.betas[1], eps=config.eps, eps_in_sqrt=False)
 
 
 def _adafactor(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:

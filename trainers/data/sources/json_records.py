@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,17 @@ BLANK = " \t\r\n"
 
 def record_of(content: bytes, first: int = 0) -> Record:
     """Returns the record that the bytes are. `first`: their place in the file, for errors. Raises ValueError."""
-    text = text_of(content, first=first)
     decoder = _Decoder()
-    found, stop = decoder.value(text, _past_blank(text, 0))
-    if (rest := _past_blank(text, stop)) < len(text):
-        raise ValueError(f"Extra data: something follows the record, from character {rest + 1} on: {text[rest : rest + 20]!r}")
-    return decoder.checked(found)
+    return decoder.checked(decoder.whole(text_of(content, first=first)))
+
+
+def value_of(text: str) -> Any:
+    """Returns the value of JSON that a text is. Raises ValueError."""
+    decoder = _Decoder()
+    found = decoder.whole(text)
+    if decoder.problems:
+        raise ValueError(decoder.problems[0])
+    return found
 
 
 class JsonLines(LinesFile):
@@ -119,7 +125,7 @@ class _Decoder(json.JSONDecoder):
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        super().__init__(object_pairs_hook=self._object, parse_constant=self._constant)
+        super().__init__(object_pairs_hook=self._object, parse_constant=self._constant, parse_float=self._float)
 
     def value(self, text: str, place: int) -> tuple[Any, int]:
         """Returns (the value at this place, the place behind it). Raises ValueError."""
@@ -132,6 +138,13 @@ class _Decoder(json.JSONDecoder):
         if text.find("\\ud", place, stop) >= 0 or text.find("\\uD", place, stop) >= 0:
             self.problems += _surrogates(found, "")
         return found, stop
+
+    def whole(self, text: str) -> Any:
+        """Returns the value that a text is. Raises ValueError."""
+        found, stop = self.value(text, _past_blank(text, 0))
+        if (rest := _past_blank(text, stop)) < len(text):
+            raise ValueError(f"Extra data: something follows it, from character {rest + 1} on: {text[rest : rest + 20]!r}")
+        return found
 
     def checked(self, found: Any) -> Record:
         """Returns it if it is a record without a problem. Raises ValueError."""
@@ -150,6 +163,12 @@ class _Decoder(json.JSONDecoder):
     def _constant(self, name: str) -> float:
         self.problems.append(f"{name} is no JSON: expected a number, or null")
         return float(name)
+
+
+    def _float(self, text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            self.problems.append(f"{text} is more than a number can be here: expected one up to 1.8e308, or a text")
+        return number
 
 
 def _surrogates(value: Any, where: str) -> Iterator[str]:

@@ -52,6 +52,8 @@ class PairEncoder:
         return notes(lambda: with_template(self.tokenizer), chat)
 
     def pair(self, record: Record) -> list[Document]:
+        left_out = self.ignored - {CHOSEN, REJECTED}
+        record = {name: value for name, value in record.items() if name not in left_out}
         prompt = prompt_of(record)
         pair = [
             completed(self.tokenizer, completion_of(record, prompt, each), PROMPT, each, self.ignored)

@@ -87,6 +87,13 @@ class FilesRecords:
         if missing := [f"{column!r} for {name!r}" for name, column in self._named.items() if column not in record]:
             there_are = ", ".join(record) or "none"
             raise DataError(f"{self.where(index)}: data.columns asks for the column {', '.join(missing)}: there are {there_are}")
+        read = self._named.values()
+        if hidden := [name for name in self._named if record.get(name) is not None and name not in read]:
+            raise DataError(
+                f"{self.where(index)}: data.columns reads {self._named[hidden[0]]!r} as {hidden[0]!r}, and there is a column "
+                f"{hidden[0]!r} too, which nothing would read: if that is right, name it otherwise and leave it out: add other: "
+                f"{hidden[0]} to data.columns, and set data.ignore_columns=[other]"
+            )
         return {**record, **{name: record[column] for name, column in self._named.items()}}
 
     def _find(self, index: int) -> tuple[FileRecords, int]:
@@ -127,7 +134,7 @@ def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozen
     """Returns the columns that may stay unread: `data.ignore_columns`, and those that are read under another name. `source`: that
     of a mixture, whose columns have names of their own."""
     columns = (source or config).columns
-    return frozenset({*config.ignore_columns, *columns.values()} - {*columns})
+    return frozenset({*config.ignore_columns, *({*columns.values()} - {*columns})})
 
 
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {

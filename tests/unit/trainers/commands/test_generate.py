@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +17,16 @@ from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
+from tests.unit import chat_folders
 from tests.unit.trainers.text.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, generate
 from trainers.data.sources.text import text_windows
+from trainers.errors import UsageError
 from trainers.evaluation.generation import Generator
 from trainers.export import to_hugging_face
+from trainers.text.tokenizers import FolderTokenizer
 
 PARITY = ROOT / "tests" / "unit" / "data" / "parity"
 MODEL = {"vocab_size": SIZE, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
@@ -109,6 +114,27 @@ def test_a_stream_holds_back_half_a_character_and_the_beginning_of_a_stop_text()
     assert made._held_back("caf\ufffd", done=False) == 1
     assert made._held_back("the EN", done=False) == 2
     assert made._held_back("the EN", done=True) == made._held_back("the end", done=False) == 0
+
+
+def test_a_file_of_prompts_has_one_a_line_and_lines_end_with_a_new_line_alone(tmp_path, monkeypatch):
+    text = "\ufeffone\u2028still\x85and\x0cone\r\n\n  two\n"
+    (tmp_path / "prompts").write_bytes(text.encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "latin-1"))
+    for name in (str(tmp_path / "prompts"), "-"):
+        asked_for = generate.prompts_of(generate._parse(["model", "--prompts-file", name]))
+        assert asked_for == ["one\u2028still\x85and\x0cone", "  two"]
+    (tmp_path / "prompts").write_bytes(b"a\xe9\n")
+    with pytest.raises(UsageError, match=r"--prompts-file .*prompts: it is no utf-8: byte 0xe9 at offset 1"):
+        generate.prompts_of(generate._parse(["model", "--prompts-file", str(tmp_path / "prompts")]))
+
+
+def test_a_stop_that_is_a_special_token_ends_a_text_by_its_token_and_one_with_more_is_refused(tmp_path):
+    tokenizer = FolderTokenizer(str(chat_folders.write(tmp_path / "folder")))
+    opened, end = SimpleNamespace(tokenizer=tokenizer), tokenizer.stop_ids()
+    options = generate._parse(["model", "--stop", "<|eot_id|>", "--stop", "end"])
+    assert (generate.stop_ids(opened, options), generate.stop_texts(opened, options)) == ((*end, 256 + 6), ("end",))
+    with pytest.raises(UsageError, match=r"--stop '<\|eot_id\|>\\n' has a special token and more"):
+        generate.stop_ids(opened, generate._parse(["model", "--stop", "<|eot_id|>\n"]))
 
 
 @pytest.mark.slow("generates with whole models")

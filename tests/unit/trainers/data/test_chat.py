@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder, CompletionEncoder
+from trainers.data.sources.preference import PairEncoder
 from trainers.errors import DataError, UsageError
 from trainers.text.tokenizers import FolderTokenizer, load
 
@@ -127,6 +128,39 @@ def test_an_example_without_a_target_is_an_error_that_shows_it(tokenizer):
 def test_records_that_are_no_conversation(tokenizer, record, error):
     with pytest.raises(DataError, match=error):
         ChatEncoder(tokenizer(chat_folders.CHATML)).encode([record])
+
+
+@pytest.mark.parametrize("role", ["Assistant", "assistant ", "model", "bot", "gpt", "", "human"])
+def test_a_role_that_may_be_another_name_of_the_assistant_is_refused(tokenizer, role):
+    said = [{"role": "user", "content": "q"}, {"role": role, "content": "a"}, {"role": "user", "content": "q"}]
+    with pytest.raises(DataError, match=f"message 1 is of role {role!r}: expected assistant, whose messages are"):
+        encoded(tokenizer(chat_folders.CHATML), [*said, {"role": "assistant", "content": "b"}])
+
+
+def test_a_completion_that_repeats_its_prompt_does_not_say_it_twice(tokenizer):
+    made, asked = tokenizer(chat_folders.CHATML), [{"role": "user", "content": "a b?", "name": None}]
+    answer = [{"role": "assistant", "content": "b"}]
+    (plain,) = CompletionEncoder(made).encode([{"prompt": asked, "completion": answer}])
+    for prompt, before in ((asked, asked), (asked, [{"role": "user", "content": "a b?"}]), ("a b?", asked)):
+        (document,) = CompletionEncoder(made).encode([{"prompt": prompt, "completion": [*before, *answer]}])
+        np.testing.assert_array_equal(document.tokens, plain.tokens)
+        np.testing.assert_array_equal(document.token_weight, plain.token_weight)
+    with pytest.raises(DataError, match=r"the text in column 'completion' begins with that in 'prompt' \('a b\?'\), which"):
+        CompletionEncoder(made).encode([{"prompt": "a b?", "completion": "a b? b"}])
+    (document,) = CompletionEncoder(made).encode([{"prompt": "no", "completion": "no, thanks"}])  # a word may begin its answer
+    assert made.raw(document.tokens.tolist()) == "nono, thanks<|end|>"
+
+
+@pytest.mark.parametrize("ignored", [(), ("prompt", "score")])
+def test_the_messages_of_a_pair_may_have_the_prompt_too(tokenizer, ignored):
+    asked, answers = [{"role": "user", "content": "a b?"}], [[{"role": "assistant", "content": each}] for each in ("b", "c")]
+    encoder = PairEncoder(tokenizer(chat_folders.CHATML), ignored)
+    pair = {"chosen": [*asked, *answers[0]], "rejected": [*asked, *answers[1]]}
+    of_pair = [texts(encoder.tokenizer, document) for document in encoder.pair(pair)]
+    assert [targets for _, targets in of_pair] == [["b<|im_end|>"], ["c<|im_end|>"]]
+    for prompt in ("a b?", asked, *(["another prompt"] if ignored else [])):
+        record = {"prompt": prompt, **pair, **({"score": 9.0} if ignored else {})}
+        assert [texts(encoder.tokenizer, document) for document in encoder.pair(record)] == of_pair
 
 
 def test_conversations_need_a_chat_template(tokenizer):

@@ -94,11 +94,13 @@ def test_a_list_that_is_malformed(tmp_path):
 
 
 LINES = {
-    '{"text": "a"} {"text": "b"}': "Extra data: something follows the record",
+    '{"text": "a"} {"text": "b"}': "Extra data: something follows it",
     '{"text": "a", "text": "b"}': "the key 'text' is there twice",
     '{"text": "a", "b": {"c": 1, "c": 2}}': "the key 'c' is there twice",
     '{"text": "a", "score": NaN}': "NaN is no JSON",
     '{"text": "a", "score": -Infinity}': "-Infinity is no JSON",
+    '{"text": "a", "score": 1e999}': "1e999 is more than a number can be here",
+    '{"text": "a", "deep": [{"b": -2.5E+400}]}': r"-2\.5E\+400 is more than",
     '{"text": "a \\ud83d b"}': r"'text' has half of a sign of UTF-16 \('\\ud83d'\)",
     '{"text": [{"b": "\\uDE00"}]}': r"'text'\[0\]\.b has half of a sign",
     '{"\\udc00": "a"}': "a key has half of a sign",

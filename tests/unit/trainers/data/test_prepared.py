@@ -91,8 +91,22 @@ def test_the_text_may_have_another_column(tmp_path):
     path.write_text('{"content": "abc"}\n{"content": 5}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: expected a text in the column 'text': it is int"):
         of_source(*documents, no_note)
-    path.write_text('{"content": "abc", "text": "other"}\n')
+    path.write_text('{"content": "abc", "text": null}\n')
     assert bytes(of_source(*documents, no_note)[0].tokens.astype(np.uint8)) == b"abc\n"
+
+
+def test_a_column_in_whose_place_another_one_is_read_is_left_out_only_by_its_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "abc", "text": "other"}\n')
+    made = arguments(path, columns={"text": "content"})
+    way_out = r"add other: text to data\.columns, and set data\.ignore_columns=\[other\]"
+    with pytest.raises(DataError, match=rf"line 1: data\.columns reads 'content' as 'text', and there is a .* too, .*{way_out}"):
+        of_source(made.data, made, no_note)
+    made = arguments(path, columns={"text": "content", "other": "text"}, ignore_columns=["other"])
+    assert bytes(of_source(made.data, made, no_note)[0].tokens.astype(np.uint8)) == b"abc\n"
+    made = arguments(path, columns={"text": "content", "content": "text"})  # each in the place of the other
+    with pytest.raises(DataError, match="nothing reads the column content"):
+        of_source(made.data, made, no_note)
 
 
 def test_the_kind_of_the_examples_is_named_or_found_by_the_columns(lines, monkeypatch):

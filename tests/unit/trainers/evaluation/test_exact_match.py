@@ -103,6 +103,28 @@ def test_an_answer_is_what_the_pattern_finds_and_numbers_are_compared_as_such():
     assert not same("yes", "7")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "are_same"),
+    [
+        ("12345678901234567890", "12345678901234567891", False),
+        ("0.1", "0.10000000000000000001", False),
+        ("1,2", "12", False),
+        ("1,00", "100", False),
+        ("12,345,678", "12345678.0", True),
+        ("18.", "18.00", True),
+        (".5", "0.5", True),
+        ("-1e3", "-1,000", True),
+        ("nan", "nan", True),  # as texts
+        ("nan", "NaN", False),
+        ("inf", "1e999", False),
+        (".", ".", True),
+        ("١٢", "12", False),
+    ],
+)
+def test_numbers_are_the_same_to_their_last_digit(one, other, are_same):
+    assert same(one, other) == are_same
+
+
 def test_the_counts_of_all_hosts_are_added_up(tmp_path):
     config = ExactMatchConfig(paths=("x",))
     one, other, total = (ExactMatch(arguments(tmp_path), config) for _ in range(3))

@@ -103,7 +103,7 @@ def by_rmsprop(p, gradients, decay, rates):
     v = np.zeros_like(p)
     for g, rate in zip(gradients, rates, strict=True):
         v = B2 * v + (1 - B2) * g * g
-        p = p - rate * (g / np.sqrt(v + EPS) + decay * p)
+        p = p - rate * (g / (np.sqrt(v) + EPS) + decay * p)
     return p
 
 
@@ -148,9 +148,12 @@ def by_schedule_free_adamw(y, gradients, decay, rates):
     return y, x
 
 
-def three_steps(settings, schedule=None):
+def three_steps(settings, schedule=None, size=1.0):
     params = {"layers": {}, **{name: normal(5, *shape) for name, shape in TREE.items()}}
-    gradients = [jax.tree.map(lambda leaf, seed=seed: normal(seed + leaf.size, *leaf.shape), params) for seed in (10, 20, 30)]
+    gradients = [
+        jax.tree.map(lambda leaf, seed=seed: normal(seed + leaf.size, *leaf.shape) * np.float32(size), params)
+        for seed in (10, 20, 30)
+    ]
     optimizer = build_optimizer(settings, schedule or optax.constant_schedule(RATE), {})
 
     @jax.jit
@@ -189,6 +192,17 @@ def test_three_steps_are_those_of_the_formula(name):
         np.testing.assert_allclose(got[leaf], want, rtol=2e-4, atol=2e-5)
         if name != "schedule_free_adamw":
             np.testing.assert_array_equal(evaluated[leaf], got[leaf])
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_three_steps_are_those_of_the_formula_for_gradients_of_any_size(name):
+    for size in (1e-8, 1e-5, 1e-3, 1e-1, 1e4):  # around EPS too: where it is added makes a difference there
+        start, gradients, (got, _) = three_steps(config(name, eps=EPS), size=size)
+        for leaf in TREE:
+            start64, gradients64 = start[leaf].astype(np.float64), [g[leaf].astype(np.float64) for g in gradients]
+            want = FORMULAS[name](start64, gradients64, 0.0, [RATE] * 3) - start64
+            # A sum in float32 rounds the parameter by 1e-7.
+            np.testing.assert_allclose(got[leaf] - start64, want, rtol=2e-3, atol=3e-7, err_msg=f"{leaf}, {size}")
 
 
 def test_the_averages_of_schedule_free_weigh_steps_by_their_rates():
