@@ -256,7 +256,7 @@ def stop_ids(opened: Opened, options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _stop_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Returns the special token that a text is; None if it has none. Raises UsageError for one with more than that: no continuation
+    """Returns the special token that a text is; None if it has none. Raises UsageError for one with more: no continuation
     has it, for special tokens are not shown."""
     (tokens,) = tokenizer.encode_documents([text])
     if tokenizer.decode(tokens) == tokenizer.raw(tokens):
