@@ -164,7 +164,6 @@ class _Decoder(json.JSONDecoder):
         self.problems.append(f"{name} is no JSON: expected a number, or null")
         return float(name)
 
-
     def _float(self, text: str) -> float:
         if not math.isfinite(number := float(text)):
             self.problems.append(f"{text} is more than a number can be here: expected one up to 1.8e308, or a text")
