@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from trainers.config.section import repeated
 from trainers.data.documents import Record
-from trainers.data.sources.access import open_binary, reading, unreadable
+from trainers.data.sources.access import Stamp, open_binary, reading, stamp, unreadable
 from trainers.data.sources.files import SourceFile
-from trainers.data.sources.json_records import record_of
+from trainers.data.sources.json_records import record_of, value_of
 from trainers.errors import DataError, UsageError
 from trainers.storage.documents import is_url
 
+Decode = Callable[[Any], Any]
 KEPT_ROW_GROUPS = 4
 """How many row groups of Parquet are in the memory of a process."""
 _READING = threading.Lock()
@@ -29,11 +31,12 @@ class Parquet:
     num_malformed = 0
 
     def __init__(self, file: SourceFile):
-        self.path = file.path
+        self.path, self._stamp = file.path, stamp(file.path)
         with _of_library(self.path):
             opened = _parquet(self.path)
             about = opened.metadata
             _check_names(self.path, opened.schema_arrow.names)
+            self._decoders = decoders(opened.schema_arrow)
             sizes = (about.row_group(number).num_rows for number in range(about.num_row_groups))
             self._starts = [0, *itertools.accumulate(sizes)]
 
@@ -44,15 +47,15 @@ class Parquet:
         number = bisect.bisect_right(self._starts, index) - 1
         # One thread reads at a time: others would read the same row group once more.
         with _READING, _of_library(self.path):
-            table = _row_group(self.path, number)
-        return _record(table, index - self._starts[number], self.where(index))
+            table = _row_group(self._stamp, self.path, number)
+        return _record(table, index - self._starts[number], self.where(index), self._decoders)
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
 
 
 @lru_cache(maxsize=KEPT_ROW_GROUPS)
-def _row_group(path: str, number: int) -> Any:
+def _row_group(stamp: Stamp, path: str, number: int) -> Any:
     return _parquet(path).read_row_group(number)
 
 
@@ -71,13 +74,14 @@ class Arrow:
         self.path = file.path
         self._batches = [batch for part in file.files for batch in _batches(part) if batch.num_rows]
         self._starts = [0, *itertools.accumulate(batch.num_rows for batch in self._batches)]
+        self._decoders = [decoders(batch.schema) for batch in self._batches]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Record:
         number = bisect.bisect_right(self._starts, index) - 1
-        return _record(self._batches[number], index - self._starts[number], self.where(index))
+        return _record(self._batches[number], index - self._starts[number], self.where(index), self._decoders[number])
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
@@ -100,16 +104,65 @@ def _check_names(path: str, names: Sequence[str]) -> None:
         raise DataError(f"data.paths: {path} has two columns of one name: {', '.join(twice)}; expected each name once")
 
 
-def _record(table: Any, row: int, where: str) -> Record:
+def _record(table: Any, row: int, where: str, decoders: Mapping[str, Decode]) -> Record:
     """Returns a row as Python has it. Fields without a value in lists of structures, such as messages, are left out: there all
     rows have the fields of all. Raises DataError for values that Python has not, such as a text that is no UTF-8."""
     try:
         found = table.slice(row, 1).to_pylist()[0]
-        return {
+        whole = {
             name: [_without_nulls(each) for each in value] if isinstance(value, list) else value for name, value in found.items()
         }
+        # Only now: a null within JSON is a value.
+        return {name: _decoded(value, name, decoders.get(name)) for name, value in whole.items()}
     except (ValueError, OverflowError) as error:
         raise DataError(f"{where} cannot be read: {error}; correct it, or leave its column out of the file") from error
+
+
+def _decoded(value: Any, name: str, decode: Decode | None) -> Any:
+    try:
+        return value if decode is None else decode(value)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"its column {name!r} has a value that is none of its type: {error}") from error
+
+
+def decoders(schema: Any) -> dict[str, Decode]:
+    """Returns what makes the values of columns whose types Arrow alone does not tell: JSON, and the classes of `datasets`, which
+    are read by their names. `datasets` describes its types in the schema."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        features = {}
+    found = {field.name: decoder(field.type, features.get(field.name)) for field in schema}
+    return {name: decode for name, decode in found.items() if decode is not None}
+
+
+def decoder(kind: Any, feature: Any) -> Decode | None:
+    """Returns what makes the values of a type of Arrow, which `datasets` describes as `feature`; None: they are as they are."""
+    from pyarrow import types
+
+    feature = {"_type": "List", "feature": feature[0]} if isinstance(feature, list) else feature
+    about = feature if isinstance(feature, Mapping) else {}
+    is_feature = isinstance(about.get("_type"), str)
+    if getattr(kind, "extension_name", "") == "arrow.json" or (is_feature and about["_type"] == "Json"):
+        return _json
+    if is_feature and about["_type"] == "ClassLabel" and (names := about.get("names")):
+        return lambda number: names[number] if isinstance(number, int) and number >= 0 else None
+    within = about.get("feature") if is_feature else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = decoder(kind.value_type, within)
+        return item and (lambda items: items and [item(each) for each in items])
+    if types.is_struct(kind):
+        # A list of structures was once written as a structure of lists.
+        of = {name: {"_type": "List", "feature": each} for name, each in within.items()} if isinstance(within, Mapping) else about
+        fields = {field.name: decoder(field.type, of.get(field.name)) for field in kind}
+        known = {name: decode for name, decode in fields.items() if decode is not None}
+        if known:
+            return lambda value: value and {name: known[name](each) if name in known else each for name, each in value.items()}
+    return None
+
+
+def _json(text: Any) -> Any:
+    return value_of(text) if isinstance(text, str) else text
 
 
 def _without_nulls(value: Any) -> Any:

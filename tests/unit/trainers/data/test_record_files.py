@@ -5,10 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import resource
+import tempfile
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from trainers.config import DataConfig
@@ -106,3 +112,76 @@ def test_columns_that_come_late_or_have_several_types(tmp_path):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match=r"of.jsonl cannot be written: No such file or directory; .* give a file in a folder"):
         write(tmp_path / "none" / "of.jsonl", RECORDS, None)
+
+
+# ---------------------------------------------------------------------- what `datasets` writes of its own types
+
+NAMES = st.text('ab"\\é ', min_size=1, max_size=3)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | NAMES,
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(NAMES, each, max_size=2),
+)
+CHAT = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": NAMES, "more": JSON})
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"mixed": JSON, "messages": st.lists(CHAT, min_size=1, max_size=2), "label": st.sampled_from([-1, 0, 1])}
+    ),
+    min_size=1,
+    max_size=3,
+)
+FEATURES = datasets.Features(
+    {
+        "mixed": datasets.Json(),
+        "messages": datasets.List(
+            {"role": datasets.Value("string"), "content": datasets.Value("string"), "more": datasets.Json()}
+        ),
+        "label": datasets.ClassLabel(names=["World", "Sports"]),
+    }
+)
+
+
+def of_datasets(folder, made):
+    """The records of the Parquet file and of the folder that `datasets` writes."""
+    made.to_parquet(str(folder / "a.parquet"))
+    made.save_to_disk(str(folder / "saved"))
+    return [open_records(DataConfig(paths=(str(folder / name),))) for name in ("a.parquet", "saved")]
+
+
+@settings(max_examples=15, derandomize=True, deadline=None, database=None)
+@given(rows=ROWS)
+def test_the_json_and_the_classes_of_datasets_are_read_as_they_were(rows):
+    with tempfile.TemporaryDirectory() as folder:
+        for records in of_datasets(Path(folder), datasets.Dataset.from_list(rows, features=FEATURES)):
+            for row, record in zip(rows, records, strict=True):
+                assert record["mixed"] == row["mixed"]
+                assert record["label"] == {-1: None, 0: "World", 1: "Sports"}[row["label"]]
+                # In lists of structures a field without a value is left out.
+                said = [{name: each for name, each in message.items() if each is not None} for message in row["messages"]]
+                assert record["messages"] == said
+
+
+def test_lists_of_json_and_of_classes_and_structures_of_lists(tmp_path):
+    label = datasets.ClassLabel(names=["no", "yes"])
+    features = datasets.Features(
+        {
+            "messages": datasets.List(datasets.Json()),
+            "tags": datasets.List(label),
+            "deep": {"a": {"b": label}, "c": datasets.Json()},
+        }
+    )
+    said = [{"role": "user", "content": "q", "default": None}, {"role": "assistant", "content": 3}]
+    row = {"messages": said, "tags": [1, 0], "deep": {"a": {"b": 1}, "c": [None, {"x": 1.5}]}}
+    for records in of_datasets(tmp_path, datasets.Dataset.from_list([row], features=features)):
+        expected = {"messages": said, "tags": ["yes", "no"], "deep": {"a": {"b": "yes"}, "c": [None, {"x": 1.5}]}}
+        assert records[0] == expected
+
+
+def test_a_value_that_is_none_of_its_type_names_its_row_and_column(tmp_path):
+    about = {"info": {"features": {"a": {"_type": "Json"}, "b": {"names": ["x"], "_type": "ClassLabel"}}}}
+    for column, value, why in (("a", '{"k": 1, "k": 2}', "the key 'k' is there twice"), ("b", 5, "index out of range")):
+        table = pyarrow.table({column: [None, value]}).replace_schema_metadata({"huggingface": json.dumps(about)})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        records = open_records(DataConfig(paths=(str(tmp_path / "a.parquet"),)))
+        assert records[0] == {column: None}
+        with pytest.raises(DataError, match=rf"a\.parquet, row 2 cannot be read: its column '{column}' has a value .*: .*{why}"):
+            records[1]
