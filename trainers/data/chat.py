@@ -25,7 +25,7 @@ from trainers.text.turns import CONTENT, ROLE, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""
-SHOWN_OF_RECORD = 200
+SHOWN, SHOWN_OF_RECORD = 40, 200
 ANOTHER_DAY = date(2001, 2, 3)
 
 
@@ -62,8 +62,9 @@ class CompletionEncoder:
         return digest_of("completion", self.tokenizer, self.prompt, self.completion, *sorted(self.ignored))
 
     def notes(self, record: Record) -> list[str]:
-        if isinstance(record.get(self.prompt), str):
-            return []
+        asked, answer = record.get(self.prompt), record.get(self.completion)
+        if isinstance(asked, str):
+            return _notes_of_border(self.tokenizer, asked, answer) if isinstance(answer, str) else []
         columns = [self.prompt, self.completion]
         return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, columns, self.ignored))
 
@@ -88,11 +89,33 @@ def completed(
 def _of_texts(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
     if not completion:
         raise DataError(f"the completion of the prompt {shown(prompt)} is empty: there is no target")
-    # Each by itself, as in a generation: no token reaches from the prompt into the completion.
-    given, (written,) = tokenizer.encode(prompt), tokenizer.encode_documents([completion])
-    written = tokenizers.ended(tokenizer, written)
+    given, written = _divided(tokenizer, prompt, completion)
+    given, written = tokenizers.begun(tokenizer.begin, given), tokenizers.ended(tokenizer, written)
     weight = [0.0] * len(given) + [1.0] * len(written)
     return _document([*given, *written], weight, f"the text {shown(prompt + completion)}")
+
+
+def _divided(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a text: (those of the prompt, those of the completion and of both)."""
+    whole = tokenizer.placed(prompt + completion)
+    if whole is None:
+        given, written = tokenizer.encode_documents([prompt, completion])
+        return given, written
+    # Not each by itself: many tokenizers begin each text with a space.
+    num_given = sum(stop <= len(prompt) for _, stop in whole.offsets)
+    return whole.tokens[:num_given], whole.tokens[num_given:]
+
+
+def _notes_of_border(tokenizer: Tokenizer, prompt: str, completion: str) -> list[str]:
+    """Returns what a user should know of where a completion begins: a token that is of the prompt too."""
+    given, written = _divided(tokenizer, prompt, completion)
+    if given == tokenizer.encode_documents([prompt])[0]:
+        return []
+    return [
+        f"in the first record the completion begins within a token, and is divided from its prompt before "
+        f"{tokenizer.raw(written[:1])!r}: a generation begins after the prompt alone ({shown(prompt[-SHOWN:])}); let prompts "
+        "end, or completions begin, with white space"
+    ]
 
 
 def conversation(tokenizer: FolderTokenizer, chat: Chat, *, num_given: int = 0) -> Document:

@@ -55,6 +55,9 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, and nothing else."""
 
+    def placed(self, text: str) -> Rendered | None:
+        """Returns the tokens of a text, and where each is in it; None if this tokenizer does not tell."""
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def raw(self, tokens: Sequence[int]) -> str:
@@ -142,6 +145,10 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def placed(self, text: str) -> Rendered | None:
+        places = [(place, place + 1) for place, each in enumerate(text) for _ in each.encode()]
+        return Rendered(self.encode(text), places)
+
     def decode(self, tokens: Sequence[int]) -> str:
         # The vocabulary may be larger than the bytes: such tokens have no text.
         return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
@@ -220,6 +227,9 @@ class FolderTokenizer:
         # Without what `transformers` makes beside the tokens, which takes as long as they do.
         found = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
+
+    def placed(self, text: str) -> Rendered | None:
+        return self.encode_rendered(text) if self._tokenizer.is_fast else None
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [token for token in tokens if token < self._size]
@@ -396,6 +406,10 @@ class FileTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def placed(self, text: str) -> Rendered | None:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return Rendered(found.ids, found.offsets)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token < self.num_ids])

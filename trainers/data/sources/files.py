@@ -70,11 +70,51 @@ class Listing(NamedTuple):
 
 
 def listing(source: SourceConfig) -> Listing:
-    """Returns the files of a source, and what of its folders is left out. Raises DataError, DataMissingError or
+    """Returns the files of a source, each once, and what of its folders is left out. Raises DataError, DataMissingError or
     DataUnavailableError."""
     left_out: list[str] = []
-    files = [file for path in source.paths for file in _files(path, source, left_out)]
+    files: list[SourceFile] = []
+    again: list[str] = []
+    seen: set[Any] = set()
+    for file in (file for path in source.paths for file in _files(path, source, left_out)):
+        parts = identities(file)
+        if seen.isdisjoint(parts):
+            files.append(file)
+        elif seen >= parts:
+            again.append(file.path)
+        else:
+            raise DataError(f"data.paths: some parts of {file.path} are named by themselves too: name each once")
+        seen |= parts
+    if again:
+        left_out.append(
+            f"data.paths {', '.join(source.paths)}: {len(again):,} files are named more than once, such as {again[0]}, and are "
+            "read once; a source of data.mixture can have a weight, or several epochs"
+        )
     return Listing(sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()), left_out)
+
+
+def identities(file: SourceFile) -> set[Any]:
+    """Returns what tells each file of it from others, whatever their names. Raises DataMissingError or DataUnavailableError."""
+    found: set[Any] = set()
+    for path in file.files:
+        with reading(path):
+            about = None if is_url(path) else os.stat(path)
+        found.add(path if about is None else (about.st_dev, about.st_ino))
+    return found
+
+
+def check_apart(sources: Sequence[SourceConfig]) -> None:
+    """Raises DataError if two sources share a file: what is held out of one would be trained on in the other."""
+    owners: dict[Any, SourceConfig] = {}
+    for source in sources:
+        for file in files_of(source):
+            for each in identities(file):
+                if owners.setdefault(each, source) is not source:
+                    both = f"{', '.join(owners[each].paths)} and {', '.join(source.paths)}"
+                    raise DataError(
+                        f"data.mixture: the sources of the paths {both} share {file.path}: what is held out of one would be "
+                        "trained on in the other; set data.eval_fraction=0, or name each file in one source"
+                    )
 
 
 def files_of(source: SourceConfig) -> list[SourceFile]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, Trainin
 from trainers.data.packing import Piece, Plan, plan
 from trainers.data.padded import cut, kept_places
 from trainers.data.prepared import PreparedDocuments
+from trainers.data.sources.files import check_apart
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, TransientError, UsageError
 from trainers.text import tokenizers
@@ -32,6 +34,9 @@ def packed(arguments: TrainingArguments) -> tuple[TrainingRows, HeldOutRows]:
     """Returns (training rows, held-out rows) of `arguments.data`. Raises what reading its sources raises, and DataMissingError
     for a source without a row."""
     config, tokenizer, note = arguments.data, tokenizers.of(arguments), runtime.current().note
+    if len(config.mixture) > 1 and config.eval_fraction > 0:
+        with suppress(DataMissingError):  # as on a machine that has the tokens alone
+            check_apart(config.mixture)
     documents = [preparing.of_source(source, arguments, note) for source in config.mixture or (config,)]
     for each in documents:
         tokenizers.check(tokenizer, arguments, each.num_ids)

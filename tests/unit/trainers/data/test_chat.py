@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder, CompletionEncoder
@@ -177,6 +178,31 @@ def test_a_completion_is_the_target_with_the_end_of_the_text(tokenizer):
     assert (of_bytes.tokens.tolist(), of_bytes.token_weight.tolist()) == ([97, 98, 99], [0, 0, 1])
     with pytest.raises(DataError, match="completion of the prompt 'a' is empty: there is no target"):
         CompletionEncoder(made).encode([{"prompt": "a", "completion": ""}])
+
+
+def test_a_completion_is_tokenized_with_its_prompt(tmp_path):
+    """A tokenizer like SentencePiece's puts a space before each text, and knows the token 'ab'."""
+    letters = ["<unk>", "</s>", "▁", *map(chr, range(33, 127)), "ab"]
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, [("a", "b")], unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    folder = chat_folders.write(tmp_path / "folder", None, eos_token="</s>")
+    made.save(str(folder / "tokenizer.json"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (FolderTokenizer(str(folder)), load(str(tmp_path / "tokenizer.json"))):
+        encoder = CompletionEncoder(tokenizer)
+        (document,) = encoder.encode([record := {"prompt": "2+2=", "completion": "4 = 5"}])
+        shown = [tokenizer.text_of(int(token)) for token in document.tokens]
+        end = ["</s>"] if isinstance(tokenizer, FolderTokenizer) else []
+        assert shown == ["▁", "2", "+", "2", "=", "4", "▁", "=", "▁", "5", *end]
+        assert document.token_weight.tolist() == [0] * 5 + [1] * (5 + len(end))
+        assert encoder.notes(record) == []
+        (document,) = encoder.encode([record := {"prompt": "xa", "completion": "bc"}])
+        assert document.token_weight.tolist() == [0, 0] + [1] * (2 + len(end))  # 'ab' is the model's
+        (line,) = encoder.notes(record)
+        assert "begins within a token, and is divided from its prompt before 'ab': a generation begins after" in line
+    (document,) = CompletionEncoder(load("bytes")).encode([{"prompt": "é", "completion": "ü"}])
+    assert document.token_weight.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("template", WITH_AND_WITHOUT)

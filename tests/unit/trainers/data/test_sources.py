@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from tests.unit.source_files import assert_same_rows, lines_of, source, write_jsonl
+from tests.unit.training import arguments as of_training
 from trainers.data import kept
 from trainers.data.sources import access, bounds, lines, tables
 from trainers.data.sources.files import files_of, listing
+from trainers.data.sources.packed import packed
 from trainers.data.sources.records import READERS, open_records, open_told
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
@@ -319,6 +321,47 @@ def test_row_groups_are_read_once_while_they_are_kept(tmp_path, monkeypatch):
     tables._row_group.cache_clear()
     assert [records[index]["number"] for index in (0, 1, 8, 2, 15, 9)] == [0, 1, 8, 2, 15, 9]
     assert tables._row_group.cache_info().misses == 3
+
+
+@pytest.mark.parametrize(
+    "names", [["a.jsonl", "*.jsonl"], [".", "b.jsonl"], ["link.jsonl", "."], ["a.jsonl", "a.jsonl"], ["deep", "."]]
+)
+def test_a_file_that_is_named_twice_is_read_once_and_that_is_told(tmp_path, names):
+    (tmp_path / "data").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(3)])
+    os.symlink(tmp_path / "data" / "a.jsonl", tmp_path / "data" / "link.jsonl")
+    os.symlink(tmp_path / "data", tmp_path / "data" / "deep")
+    told = []
+    records = open_told(source(*(tmp_path / "data" / name for name in names)), told.append)
+    texts = [record["text"] for record in records]
+    assert len(texts) == len({*texts})
+    assert {*texts} >= {"a0", "a1", "a2"}
+    assert any("are named more than once, such as" in line and "data.mixture can have a weight" in line for line in told)
+
+
+def test_the_parts_of_a_saved_dataset_are_its_files_too(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    part = min((tmp_path / "saved").glob("*.arrow"))
+    with pytest.raises(DataError, match=rf"some parts of {tmp_path}/saved are named by themselves too: name each once"):
+        listing(source(part, tmp_path / "saved"))
+    assert len(open_records(source(tmp_path / "saved", part))) == len(ROWS)
+
+
+def test_two_sources_of_a_mixture_share_no_file_of_which_a_part_is_held_out(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(30)])
+    os.link(tmp_path / "a.jsonl", tmp_path / "other.jsonl")
+    for second in ("a.jsonl", "*.jsonl", "other.jsonl"):
+        mixture = [{"name": name, "paths": [str(tmp_path / paths)]} for name, paths in (("one", "a.jsonl"), ("two", second))]
+        made = of_training(tmp_path, data={"mixture": mixture, "eval_fraction": 0.2, "sequence_length": 8})
+        with pytest.raises(DataError, match=r"data\.mixture: the sources of the paths .* share .*jsonl: what is held out of one"):
+            packed(made)
+        packed(of_training(tmp_path, data={"mixture": mixture, "eval_fraction": 0.0, "sequence_length": 8}))
+    mixture[1]["paths"] = [str(tmp_path / "b.jsonl")]
+    packed(of_training(tmp_path, data={"mixture": mixture, "eval_fraction": 0.2, "sequence_length": 8}))
 
 
 def test_files_of_one_name_in_two_folders_keep_the_order_of_the_paths(tmp_path):
