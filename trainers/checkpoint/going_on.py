@@ -9,8 +9,10 @@ from typing import Any
 
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.standing import Folder
+from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
+from trainers.errors import UsageError
 from trainers.storage.documents import StorageError
 
 HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
@@ -40,6 +42,10 @@ PIECES = "pieces."
 """Keys of `trainers.library`. null stands for an object in memory, of which nothing is known: `fit` and `launch` of one training
 differ in it."""
 SHOWN = 8
+RECORDS = "how records become tokens"
+RULES = {RECORDS: 2, "what optimizer.name = 'rmsprop' does with optimizer.eps": 2}
+"""What a run computes beside its settings: a version of each rule, one more for each change. The first rule is in the digests of
+encoders too (`trainers.data.chat.digest_of`)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,24 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
     return found
 
 
+def rules_of(arguments: TrainingArguments) -> dict[str, int]:
+    """Returns the rules that a run depends on. A checkpoint records them."""
+    data = arguments.data
+    ours = data.dataset.startswith("trainers.") and (bool(data.mixture) or data.paths != DataConfig().paths)
+    rmsprop = arguments.optimizer.name == "rmsprop"
+    return {rule: version for (rule, version), follows in zip(RULES.items(), (ours, rmsprop), strict=True) if follows}
+
+
+def check_rules(meta: Mapping[str, Any], arguments: TrainingArguments) -> None:
+    """Raises UsageError if a run that goes on from a checkpoint with this meta would compute something else from there on."""
+    before = meta.get("rules", {})
+    if changed := [rule for rule, version in rules_of(arguments).items() if before.get(rule, 1) != version]:
+        raise UsageError(
+            f"the run {arguments.name!r} was begun by another version of this program, which has changed since: "
+            f"{'; '.join(changed)}. Go on with that version, or begin the run anew (--fresh, or another name)"
+        )
+
+
 def of_the_step(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns the settings that a train step may be made from, by their keys: all but those that are harmless, and the ends."""
     settings = dict(_flat(json.loads(json.dumps(masked(asdict(arguments))))))
@@ -104,9 +128,12 @@ def notes(step: int, found: Iterable[Change]) -> list[str]:
 
 
 def of_run(run_folder: str, arguments: TrainingArguments) -> list[str]:
-    """Returns what to tell about the run in this folder; nothing if it begins."""
+    """Returns what to tell about the run in this folder; nothing if it begins. Raises as `check_rules`."""
     found = newest(run_folder)
-    return [] if found is None else notes(found[1]["batch_index"], changes(found[1], arguments))
+    if found is None:
+        return []
+    check_rules(found[1], arguments)
+    return notes(found[1]["batch_index"], changes(found[1], arguments))
 
 
 def _effect(key: str, arguments: TrainingArguments) -> str:

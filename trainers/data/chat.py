@@ -25,6 +25,8 @@ from trainers.text.turns import CONTENT, ROLE, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""
+RULES = 2
+"""Which version of how a record becomes tokens this is (`trainers.checkpoint.going_on.RULES`): one more at each change."""
 SHOWN, SHOWN_OF_RECORD = 40, 200
 ANOTHER_DAY = date(2001, 2, 3)
 
@@ -278,4 +280,4 @@ def with_template(tokenizer: Tokenizer) -> FolderTokenizer:
 
 
 def digest_of(kind: str, tokenizer: Tokenizer, *settings: str) -> str:
-    return hashlib.sha256(json.dumps([kind, tokenizer.digest(), *settings]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([kind, RULES, tokenizer.digest(), *settings]).encode()).hexdigest()

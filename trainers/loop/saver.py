@@ -14,6 +14,7 @@ import jax
 
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
+from trainers.checkpoint import going_on
 from trainers.checkpoint.whole import META
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.errors import CheckpointError, SaveFailedError
@@ -130,11 +131,15 @@ class Saver:
             **self.evaluator.meta(),
             **self.time_used.meta(),
             **({META: frozen} if (frozen := self.frozen()) else {}),
+            "rules": going_on.rules_of(self.arguments),
             **recorded_arguments(self.arguments),
         }
 
     def restore(self, meta: dict[str, Any]) -> None:
-        """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset."""
+        """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset. Raises UsageError if
+        the run would go on by other rules than it began with."""
+        if meta:
+            going_on.check_rules(meta, self.arguments)
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
         self.data_state.restore(meta)

@@ -171,7 +171,7 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
 
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
     """Returns {"step", "notes"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
-    it is of another model or optimizer."""
+    it is of another model or optimizer, or was trained by other rules."""
     found = going_on.newest(trainer.arguments.run_folder)
     if found is None:
         return None
@@ -180,6 +180,7 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
         check_same_model(meta, trainer.assembly.design.state, str(path))
     except CheckpointError as error:
         raise UsageError(str(error)) from error
+    going_on.check_rules(meta, trainer.arguments)
     changed = going_on.changes(meta, trainer.arguments, num_devices)
     return {"step": meta["batch_index"], "notes": going_on.notes(meta["batch_index"], changed)}
 
