@@ -161,7 +161,9 @@ def check(found: PreparedDocuments, source: Source, note: Note) -> None:
             f"files, or the version of its library, are others); set data.tokenizer, or {AGAIN}"
         )
     if about["encoder"] != source.encoder.digest():
-        raise DataError(f"{found.folder} was prepared with other settings of the encoder or its template, or by another version of this program; {AGAIN}")
+        raise DataError(
+            f"{found.folder} was prepared by other rules: settings, the template, or the version of this program; {AGAIN}"
+        )
     try:
         now = source.files
     except DataMissingError:

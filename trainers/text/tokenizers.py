@@ -184,9 +184,15 @@ class FolderTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True)
+            # False, and not left out: the library would ask on the terminal, and run the code of the folder at a `y`.
+            tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever its many classes raise, the files are the reason
-            raise UsageError(f"the tokenizer in {self.source} cannot be read: {type(error).__name__}: {error}") from error
+            own = (
+                "; its code is not run here: give a folder whose tokenizer.json is all"
+                if "trust_remote_code" in str(error)
+                else ""
+            )
+            raise UsageError(f"the tokenizer in {self.source} cannot be read: {type(error).__name__}: {error}{own}") from error
         if tokenizer.is_fast:
             reset(tokenizer.backend_tokenizer)
         elif (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):

@@ -163,9 +163,19 @@ class _Adapter:
         return not self.lora.targets or any(self.lora.matches(target, f"layers.{name}") for target in self.lora.targets)
 
     def _alpha(self, module: str) -> float:
+        """Returns the alpha of a module, which must be one in all layers."""
+        found = [self._alpha_in(module, number) for number in range(self.model.num_layers)]
+        if other := next((number for number, alpha in enumerate(found) if alpha != found[0]), None):
+            raise UsageError(
+                f"alpha_pattern: {module} has the alpha {found[0]:g} in layer 0 and {found[other]:g} in layer {other}: expected "
+                "one in all layers; merge the adapter with its base by PEFT, and begin with the result"
+            )
+        return found[0]
+
+    def _alpha_in(self, module: str, number: int) -> float:
         """As PEFT looks it up: by a regular expression for the end of the module's name."""
         patterns: Mapping[str, float] = self.about.get("alpha_pattern") or {}
-        name = f"{self.prefix.removeprefix(WRAPPER)}{layers_name(self.model)}.0.{module}"
+        name = f"{self.prefix.removeprefix(WRAPPER)}{layers_name(self.model)}.{number}.{module}"
         return next(
             (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), self.about["lora_alpha"]
         )

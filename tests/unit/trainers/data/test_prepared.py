@@ -374,7 +374,7 @@ def test_another_tokenizer_or_encoder(lines, prepared, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=rf"was prepared with another tokenizer: bytes; the run has {path} .*; set data"):
         use(lines, prepared, tokenizer=str(path))
     made = arguments(lines, prepared=str(prepared))
-    with pytest.raises(DataError, match="was prepared with other settings of the encoder or its template"):
+    with pytest.raises(DataError, match="was prepared by other rules: settings, the template, or the version of this"):
         documents_of(made.data, made, Numbers(), no_note)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 
+from tests import PACKAGES, ROOT
 from tests.unit import chat_folders
 from trainers.errors import UsageError
 from trainers.text import tokenizers
@@ -67,3 +69,33 @@ def test_a_tokenizer_that_samples_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: Sampling())
     with pytest.raises(UsageError, match=r"has sp_model_kwargs\.enable_sampling = true: .*; set it to false"):
         tokenizers.FolderTokenizer(str(tmp_path / "model")).encode(TEXT)
+
+
+def test_the_code_of_a_folder_is_never_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    asked, ran = [], tmp_path / "ran"
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    about = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    folder = chat_folders.write(tmp_path / "model", **about)
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('')\n"
+    (folder / "own.py").write_text(
+        f"{code}from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
+    with pytest.raises(
+        UsageError, match=r"the tokenizer in .*model cannot be read: .*its code is not run here: give a folder whose"
+    ):
+        tokenizers.load(str(folder)).encode(TEXT)
+    assert (asked, ran.exists()) == ([], False)
+
+
+def test_no_call_of_transformers_leaves_open_whether_code_of_a_folder_is_run():
+    calls = [
+        (path, node)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    ]
+    assert calls
+    for path, node in calls:
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        assert given.get("trust_remote_code") is False, f"{path}:{node.lineno}"

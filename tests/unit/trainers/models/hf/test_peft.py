@@ -184,6 +184,18 @@ def without_a_layer(tensors):
         ),
         ({"alpha": 8}, None, {}, r"lora\.alpha = 8: self_attn\.q_proj has the alpha 6 for the rank 4 there; set lora\.alpha: 6"),
         ({}, None, {"alpha_pattern": {"v_proj": 12}}, r"lora\.alpha = 6: self_attn\.v_proj has the alpha 12 for the rank 4"),
+        (
+            {},
+            None,
+            {"alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 12}},
+            r"alpha_pattern: self_attn\.v_proj has the alpha 12 in layer 0 and 6 in layer 1: expected one in all layers; merge",
+        ),
+        (
+            {},
+            None,
+            {"alpha_pattern": {"1.self_attn.q_proj": 3}},
+            r"self_attn\.q_proj has the alpha 6 in layer 0 and 3 in layer 1",
+        ),
         ({"targets": ("query",)}, None, {}, r"lora\.targets: self_attn\.v_proj has an adapter there, and value has none here"),
         ({"targets": ()}, None, {}, r"lora\.targets: key has an adapter here, and self_attn\.k_proj has none there"),
         ({}, without_a_layer, {}, r"self_attn\.v_proj has an adapter in some layers alone|other ranks"),
