@@ -187,12 +187,10 @@ class FolderTokenizer:
             # False, and not left out: the library would ask on the terminal, and run the code of the folder at a `y`.
             tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever its many classes raise, the files are the reason
-            own = (
-                "; its code is not run here: give a folder whose tokenizer.json is all"
-                if "trust_remote_code" in str(error)
-                else ""
-            )
-            raise UsageError(f"the tokenizer in {self.source} cannot be read: {type(error).__name__}: {error}{own}") from error
+            why = f"{type(error).__name__}: {error}"
+            if "trust_remote_code" in why:
+                why = "it is code of the folder (auto_map), which is not run here: give a folder whose tokenizer.json says all"
+            raise UsageError(f"the tokenizer in {self.source} cannot be read: {why}") from error
         if tokenizer.is_fast:
             reset(tokenizer.backend_tokenizer)
         elif (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
