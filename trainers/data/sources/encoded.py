@@ -12,6 +12,17 @@ from trainers.data.sources.access import ByteRanges, read_bytes
 from trainers.errors import DataError
 
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BINARY = {
+    **{
+        b"\x1f\x8b": "compressed by gzip",
+        b"BZh": "compressed by bzip2",
+        b"\xfd7zXZ": "compressed by xz",
+        b"\x28\xb5\x2f\xfd": "zstd",
+    },
+    **{b"%PDF-": "a PDF", b"PK\x03\x04": "a zip", b"\x89PNG": "a PNG", b"\xff\xd8\xff": "a JPEG", b"SQLite format 3": "SQLite"},
+    **{b"PAR1": "Parquet", b"ARROW1": "Arrow"},
+}
+"""How files begin that are no text in any encoding."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a sign of UTF-16. Alone it is no text: no tokenizer takes it."""
 
@@ -26,6 +37,8 @@ def text_of(content: bytes, encoding: str = "utf-8", first: int = 0) -> str:
     try:
         text = content.decode("utf-8" if is_utf_8(encoding) else encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        if kind := next((kind for mark, kind in BINARY.items() if first == 0 and content.startswith(mark)), None):
+            raise ValueError(f"it is {kind}, and no text") from error
         utf_16 = "; it begins as UTF-16 does: set data.encoding=utf-16" if content.startswith(UTF_16_MARKS) else ""
         found = f"byte 0x{content[error.start]:02x} at offset {first + error.start}" if error.start < len(content) else "its end"
         raise ValueError(

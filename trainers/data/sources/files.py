@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".ldjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
@@ -36,8 +39,18 @@ FORMATS = {
     ".array_record": "arrayrecord",
 }
 """What a file is, by its ending; any other file is text."""
-NOT_READ = frozenset({".tfrecord", ".npy", ".npz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"})
+NOT_READ = frozenset(
+    {
+        *(".tfrecord", ".npy", ".npz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".rar"),
+        *(".pdf", ".docx", ".xlsx", ".orc", ".avro", ".h5", ".hdf5", ".db", ".sqlite", ".pkl", ".pickle", ".pt", ".safetensors"),
+    }
+)
 """Endings of files that are no text, and that no reader here knows: as plain bytes a model would learn to write such files."""
+SPLIT = re.compile(r"^(train|test|valid|validation|val|dev|eval)(?=[-_.0-9])", re.IGNORECASE)
+"""How the name of a file begins that says of which split it is."""
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that git-lfs has put in the place of another one."""
+MAX_POINTER_BYTES = 1024
 SAVED_DATASET = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
 """The files by which a folder of `datasets.save_to_disk` is known."""
@@ -99,6 +112,13 @@ def identities(file: SourceFile) -> set[Any]:
     for path in file.files:
         with reading(path):
             about = None if is_url(path) else os.stat(path)
+            if about is not None and about.st_size < MAX_POINTER_BYTES:
+                with open(path, "rb") as opened:
+                    is_pointer = opened.read(len(POINTER)) == POINTER
+                if is_pointer:
+                    raise DataError(
+                        f"data.paths: {path} is a pointer of git-lfs, and not the file itself: fetch it by `git lfs pull`"
+                    )
         found.add(path if about is None else (about.st_dev, about.st_ino))
     return found
 
@@ -174,7 +194,32 @@ def _files_of_folder(path: str, location: str, source: SourceConfig, left_out: l
     names = _read_of(path, there, source.pattern, left_out)
     if not names:
         raise DataMissingError(f"data.paths: no file in {path!r} {_fits(source)}{_endings(there)}")
-    return [_file(name, os.path.join(location, name), source) for name in names]
+    return _of_one_kind(path, [_file(name, os.path.join(location, name), source) for name in names], source)
+
+
+def _of_one_kind(path: str, files: list[SourceFile], source: SourceConfig) -> list[SourceFile]:
+    """Returns the files of a folder. Raises DataError if they are more than one set of data, as in a copy of a repository of
+    Hugging Face: a page about the data beside files of records, or a split for tests beside that for training."""
+    if source.pattern is not None or path == PYTHON_STDLIB:
+        return files
+    of_records, texts = ([file.name for file in files if (file.format == "text") == is_text] for is_text in (False, True))
+    if of_records and texts:
+        raise DataError(
+            f"data.paths: the folder {path} has files of records ({_some(of_records)}), and others that would be texts to train "
+            f"on ({_some(texts)}): say with data.pattern which to read, such as '*{os.path.splitext(of_records[0])[1]}'"
+        )
+    splits = {found[1].lower(): name for name in of_records if (found := SPLIT.search(os.path.basename(name)))}
+    if len(splits) > 1:
+        raise DataError(
+            f"data.paths: the folder {path} has the splits {', '.join(sorted(splits))} ({_some(splits.values())}): say with "
+            "data.pattern which to train on, such as 'train*'"
+        )
+    return files
+
+
+def _some(names: Iterable[str]) -> str:
+    several = sorted(names)
+    return ", ".join(several[:3]) + (", ..." if len(several) > 3 else "")
 
 
 def _names(path: str, location: str) -> list[str]:
@@ -247,7 +292,8 @@ def _remote_files(url: str, source: SourceConfig, left_out: list[str]) -> list[S
             root, found = os.path.dirname(name), [name]
     if not found:
         raise DataMissingError(f"data.paths: no file in {url} {_fits(source)}")
-    return [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
+    files = [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
+    return files if glob.has_magic(name) else _of_one_kind(url, files, source)
 
 
 def _file(name: str, path: str, source: SourceConfig) -> SourceFile:
@@ -258,6 +304,12 @@ def _file(name: str, path: str, source: SourceConfig) -> SourceFile:
         raise DataError(
             f"data.paths: {path}: files that end in {ending} are not read; expected text, or {', '.join(FORMATS)}; unpack it, "
             "say with data.format what it is, or leave it out with data.pattern"
+        )
+    inner = os.path.splitext(os.path.splitext(name)[0])[1].lower()
+    if ending not in FORMATS and inner in FORMATS:
+        raise DataError(
+            f"data.paths: {path}: is it {FORMATS[inner]}, though it ends in {ending}, or one text? Say with data.format, rename "
+            "it, or leave it out with data.pattern"
         )
     return SourceFile(name, path, FORMATS.get(ending, "text"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
@@ -303,6 +304,51 @@ def test_a_file_that_no_reader_knows(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"")
     with pytest.raises(DataError, match=r"files that end in \.gz are not read; expected text, or \.jsonl, .*; unpack it"):
         open_records(source(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["a.json.1"], r"a\.json\.1: is it json, though it ends in \.1, or one text\? Say with data\.format"),
+        (["a.jsonl.bak"], r"is it jsonl, though it ends in \.bak"),
+        (
+            ["README.md", "data/train-0.parquet"],
+            r"has files of records \(data/train-0\.parquet\), and others .* \(README\.md\): .*'\*\.pa",
+        ),
+        (
+            ["train-0.jsonl", "train-1.jsonl", "test-0.jsonl"],
+            r"has the splits test, train \(test-0\.jsonl, train-0\.jsonl\): say with data",
+        ),
+        (["train.csv", "Validation.csv"], "has the splits train, validation"),
+    ],
+)
+def test_a_folder_with_more_than_one_set_of_data_asks_which_one(tmp_path, names, error):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=error):
+        listing(source(tmp_path))
+    assert files_of(source(tmp_path, pattern="*", format="jsonl"))  # whoever says so means it
+
+
+def test_other_endings_of_lines_of_json(tmp_path):
+    for ending in ("jsonl", "ndjson", "jsonlines", "ldjson"):
+        write_jsonl(tmp_path / f"a.{ending}", [{"text": "a"}, {"text": "b"}])
+    assert len(open_records(source(tmp_path))) == 8
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.arrow", "a.csv"])
+def test_a_pointer_of_git_lfs_is_not_the_file(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(DataError, match=rf"{name} is a pointer of git-lfs, and not the file itself: fetch it by `git lfs pull`"):
+        open_records(source(tmp_path / name, on_malformed="skip"))
+
+
+@pytest.mark.parametrize(("content", "kind"), [(gzip.compress(b"text"), "compressed by gzip"), (b"%PDF-1.7\n\xe2\xe3", "a PDF")])
+def test_what_is_no_text_in_any_encoding_is_not_taken_for_another_one(tmp_path, content, kind):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.txt: it is {kind}, and no text$"):
+        open_records(source(tmp_path / "a.txt"))[0]
 
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
