@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +18,16 @@ from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.config.hf_files import CONFIG_FILE, LABELS_FILE, PREPROCESSOR_FILE
+from trainers.config.hf_files import CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
 from trainers.storage import ours
+
+if TYPE_CHECKING:  # transformers takes a second
+    from trainers.text.tokenizers import Tokenizer
 
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
@@ -130,6 +133,7 @@ def to_hugging_face(
             copied = work / PREPROCESSOR_FILE
             ours.delete(copied, ours.among("a copy that was just made", [copied]))
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        _write_generation(work)
         hugging_face_out.write_index(work, files)
 
     def write(work: Path) -> None:
@@ -204,18 +208,39 @@ def _context_of(checkpoint: Folder, meta: Mapping[str, Any]) -> int:
 def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns which tokens of the tokenizer in the folder begin and end a text, for a `config.json` that does not say it; {} if
     there is no tokenizer."""
-    alone, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if about.get("eos_token_id", -1) is not None or not (alone.is_file() or described.is_file()):
+    read = _tokenizer_in(folder)
+    if about.get("eos_token_id", -1) is not None or read is None:
         return {}
-    from trainers.text import tokenizers
-
-    # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
-    read = tokenizers.FolderTokenizer(str(folder)) if described.is_file() else tokenizers.FileTokenizer(str(alone))
     begin, ends = read.begin, read.stop_ids()
     return {
         "bos_token_id": begin[0] if len(begin) == 1 else None,
         "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else list(ends),
     }
+
+
+def _write_generation(folder: Path) -> None:
+    """Writes into the `generation_config.json` of an export all that ends a text or a turn of the assistant, as the training and
+    generations here have it: the base that the run began with may know another end alone."""
+    read = _tokenizer_in(folder)
+    if read is None:
+        return
+    path = folder / GENERATION_FILE
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    ends, texts = list(read.stop_ids()), [*dict.fromkeys((*found.get("stop_strings", []), *read.stop_texts()))]
+    found |= {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    found |= {"stop_strings": texts} if texts else {}
+    if found:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
+    from trainers.text import tokenizers
+
+    if (folder / "tokenizer_config.json").is_file():
+        return tokenizers.FolderTokenizer(str(folder))
+    alone = folder / "tokenizer.json"
+    return tokenizers.FileTokenizer(str(alone)) if alone.is_file() else None
 
 
 def _class_names(folder: Path) -> dict[str, Any]:
@@ -243,6 +268,7 @@ def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) 
         assets.copy_into(work, checkpoint)
         carried.reset_tokenizer(work)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        _write_generation(work)
         _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 
     _write_atomically(out, write, replace=replace)

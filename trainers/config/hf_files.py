@@ -20,7 +20,8 @@ TOKENIZER_FILES = (
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder with the other chat templates, such as one for tools."""
 CONFIG_FILE = "config.json"
-MODEL_FILES = (CONFIG_FILE, "generation_config.json")
+GENERATION_FILE = "generation_config.json"
+MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
 """They describe the model, and how it is to generate."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
 """It describes how images are prepared."""

@@ -292,8 +292,8 @@ def _remote_files(url: str, source: SourceConfig, left_out: list[str]) -> list[S
             root, found = os.path.dirname(name), [name]
     if not found:
         raise DataMissingError(f"data.paths: no file in {url} {_fits(source)}")
-    files = [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
-    return files if glob.has_magic(name) else _of_one_kind(url, files, source)
+    made = [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
+    return made if glob.has_magic(name) else _of_one_kind(url, made, source)
 
 
 def _file(name: str, path: str, source: SourceConfig) -> SourceFile:

@@ -6,7 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests import ROOT
@@ -76,6 +78,44 @@ def test_the_export_of_adapters_has_the_ends_and_the_context_of_its_base(base, a
     about = exported(adapted, tmp_path / "out")
     assert (about["eos_token_id"], about["max_position_embeddings"]) == ([3, 5], CONTEXT)
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("has_generation_config", [True, False])
+def test_every_export_says_what_has_ended_a_turn_in_training(base, tmp_path, has_generation_config):
+    """The base knows its own ends alone, the training had a tokenizer with a template of its own."""
+    words = chat_folders.write(tmp_path / "words")
+    folder = copied(base, tmp_path / "base")
+    about = json.loads((folder / "config.json").read_text()) | {"vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(about))
+    if not has_generation_config:
+        (folder / "generation_config.json").unlink()
+    resize(folder, 300)
+    lora = {"rank": 2}
+    run = trained(tmp_path / "runs", data=DATA | {"tokenizer": str(words)}, lora=lora, model={"pretrained": str(folder)})
+    turn, end = (tokenizers.load(str(words)).encode_rendered(text).tokens[0] for text in ("<|im_end|>", "<|end|>"))
+    for name, adapter in (("merged", False), ("adapter", True)):
+        to_hugging_face(run.output.checkpoint_path, tmp_path / name, adapter=adapter)
+        found = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert found["eos_token_id"] == [3, 5, end, turn]
+        assert {*tokenizers.load(str(tmp_path / name)).stop_ids()} == {3, 5, end, turn}
+
+
+def resize(folder, vocab_size):
+    """Gives the tables of a model more rows."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = np.resize(tensors[name], (vocab_size, tensors[name].shape[1]))
+    save_file(tensors, path)
+
+
+def test_an_end_of_several_tokens_is_a_text_that_stops(tmp_path):
+    template = chat_folders.CHATML.replace("<|im_end|>", "[/end]")
+    words = chat_folders.write(tmp_path / "words", template)
+    exported(trained(tmp_path, model=SMALL, data=DATA | {"tokenizer": str(words)}), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found == {"eos_token_id": 256, "stop_strings": ["[/end]"]}
 
 
 @pytest.mark.parametrize("alone", [False, True])
