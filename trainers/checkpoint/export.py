@@ -198,11 +198,13 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
 def _context_of(checkpoint: Folder, meta: Mapping[str, Any]) -> int:
     """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
     rows were not longer."""
-    rows = meta["arguments"]["data"]["sequence_length"]
+    data = meta["arguments"]["data"]
     from trainers.checkpoint import carried
 
     begun = carried.folder_of(checkpoint)
-    return max(rows, (begun and hf_config.context(begun)) or 0)
+    known = (begun and hf_config.context(begun)) or 0
+    # A packed row has several documents: of how many tokens each, nobody knows here.
+    return known if known and data["packing"] is not None else max(data["sequence_length"], known)
 
 
 def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,8 +123,8 @@ def of_stages(mesh: Mesh, repeats: int, each: jax.Array) -> jax.Array:
     # remainders repeat, so the next ones are shifted.
     in_exchange = (groups + groups // math.lcm(stages, repeats)) % repeats
 
-    def of_stage(mine: jax.Array) -> jax.Array:
-        mine_R, stage = mine.reshape(repeats, -1, *mine.shape[1:]), jax.lax.axis_index(PIPELINE)
+    def of_stage(mine: jax.Array, number: jax.Array) -> jax.Array:
+        mine_R, stage = mine.reshape(repeats, -1, *mine.shape[1:]), number[0]
 
         def got(exchange: int) -> jax.Array:
             sent_P = groups[in_exchange == exchange]
@@ -135,7 +135,9 @@ def of_stages(mesh: Mesh, repeats: int, each: jax.Array) -> jax.Array:
         return jnp.stack([got(exchange) for exchange in range(repeats)])[order_PR[stage]][None]
 
     lie = PartitionSpec(PIPELINE)
-    return jax.shard_map(of_stage, mesh=mesh, in_specs=lie, out_specs=lie, axis_names={PIPELINE})(each)
+    # The number of each stage is an operand: with `axis_index` the compiler refuses weights that are frozen ("PartitionId
+    # instruction is not supported").
+    return jax.shard_map(of_stage, mesh=mesh, in_specs=(lie, lie), out_specs=lie, axis_names={PIPELINE})(each, jnp.arange(stages))
 
 
 def _of_layers(each_PR: jax.Array) -> jax.Array:

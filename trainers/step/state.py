@@ -29,7 +29,7 @@ from trainers.optim.parameter_kinds import Kinds
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rest_of_model, rng
-from trainers.step.divided import check_experts, shared_of
+from trainers.step.divided import shared_of
 from trainers.step.parameter_kinds import kinds_of
 from trainers.step.rest_of_model import STREAMS
 
@@ -293,8 +293,7 @@ def state_from_parameters(
 
 def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> Any:
     """Returns the sharding of each leaf of the state: parameters and the model's other state by the logical axis rules, moments
-    like their parameters, the rest replicated. Raises UsageError if the mesh cannot divide the experts."""
-    check_experts(mesh.shape, (abstract.params, axes), (abstract.model_state, state_axes))
+    like their parameters, the rest replicated."""
 
     def by_axes(tree: Any, axes: Any) -> Any:
         return jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), tree, axes)

@@ -156,6 +156,7 @@ class ModelDesign:
         """Raises UsageError for a mesh with these sizes of its axes, if one of the models cannot be divided over it."""
         frozen = {f"the model of {each.asked_by}": each.parts for each in self.frozen_models.values()}
         divided.check_models(sizes, {"the model of the task": self.model, **frozen})
+        divided.check_experts(sizes, *self._named_arrays)
 
     def left_whole(self, sizes: Mapping[str, int]) -> list[str]:
         """Returns a line for each kind of dimension of the parameters that a mesh with these sizes shall divide and does not, and

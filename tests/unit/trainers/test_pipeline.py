@@ -92,7 +92,7 @@ def test_adapters_have_the_numbers_of_one_device(tmp_path, events, texts):
     trained(tmp_path, events, model=FOUR, max_num_steps=1, checkpoint={"save_steps": 1}, cls=OneDevice)
     shutil.move(tmp_path / "run", tmp_path / "base")
     about = {"lora": {**LORA, "dropout": 0.0}, "model": FOUR, "pipeline": INTERLEAVED}
-    assert_as_on_one_device(tmp_path, events, {"data": 1, "pipeline": 2, "fsdp": 4}, **about, accumulation_steps=1)
+    assert_as_on_one_device(tmp_path, events, {"data": 4, "pipeline": 2}, **about, accumulation_steps=1)
 
 
 @pytest.mark.slow("trains several times")

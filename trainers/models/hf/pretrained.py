@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import TypeVar
 
 from trainers.config import InitConfig, ModelConfig
@@ -35,6 +36,13 @@ def resolved(arguments: Arguments) -> Arguments:
         arguments = dataclasses.replace(arguments, vision=_encoder(found.vision, arguments, folder))
         found = found.model
     model = _computed(found, arguments.model)
+    context = vision_config.context(Path(os.path.expanduser(folder)))
+    require(
+        # Packed rows have several documents, and the positions of each begin at 0.
+        context is None or data.packing is not None or data.sequence_length <= context,
+        f"data.sequence_length = {data.sequence_length}: the model in {folder} is for texts of {context} tokens: expected at "
+        f"most so many; or say in its {CONFIG_FILE} (max_position_embeddings, rope_scaling) how it reads longer ones",
+    )
     if data.tokenizer is None and has_tokenizer(os.path.expanduser(folder)):
         data = dataclasses.replace(data, tokenizer=folder)
     if arguments.lora is not None:
