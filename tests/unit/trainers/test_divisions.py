@@ -108,6 +108,14 @@ def planned(**changed):
     return estimate.plan(from_dict(TrainingArguments, {**base, **changed}), num_devices=4)
 
 
+def test_the_experts_of_a_frozen_base_are_divided_too():
+    lora = {"rank": 2, "base": "nowhere"}
+    of_experts, _ = planned(model=EXPERTS, mesh={"expert": 2}, lora=lora)
+    assert not [problem for problem in of_experts if "mesh.expert" in problem]
+    dense, _ = planned(mesh={"expert": 2}, lora=lora)
+    assert "mesh.expert = 2: the model has no experts; use mesh.data or mesh.fsdp for these devices" in dense
+
+
 def test_a_decoder_of_a_users_own_is_asked_for_its_sizes():
     problems, _ = planned(task=f"{__name__}:OwnDecoderTask")
     assert problems == [

@@ -16,15 +16,17 @@ from tests.programs.processes import PATIENCE_S
 from tests.unit.training import of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
-from trainers.config import DataConfig, ModelConfig
+from trainers.config import DataConfig, LoraConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources.text import text_windows
 from trainers.errors import DataMissingError, UsageError
 from trainers.export import to_hugging_face
+from trainers.models.hf import vision_config
 from trainers.models.hf.pretrained import resolved
 from trainers.planning.estimate import plan
 from trainers.text import tokenizers
 
+LLAMA = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
 SIZE = 280
 TEXT = "the hosts of a gang train one model, and the gang restarts from a checkpoint.\n" * 40
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_an_error_before_a_machine_is_taken(folder, tmp_pat
 
 def test_a_pretrained_model_brings_its_tokenizer_unless_another_is_named(folder, tmp_path):
     copy = tmp_path / "model"
-    shutil.copytree(ROOT / "tests" / "unit" / "data" / "parity" / "llama3", copy)
+    shutil.copytree(LLAMA, copy)
     model = ModelConfig(pretrained=str(copy))
     made = resolved(TrainingArguments(name="t", max_num_steps=1, model=model))
     assert made.data.tokenizer is None  # the folder has none
@@ -150,6 +152,20 @@ def test_a_pretrained_model_brings_its_tokenizer_unless_another_is_named(folder,
     assert resolved(TrainingArguments(name="t", max_num_steps=1, model=model)).data.tokenizer == str(copy)
     named = TrainingArguments(name="t", max_num_steps=1, model=model, data=DataConfig(tokenizer="bytes"))
     assert resolved(named).data.tokenizer == "bytes"
+
+
+def test_rows_longer_than_the_context_of_a_pretrained_model_are_refused_unless_they_are_packed():
+    def of(packing, length, lora=None):
+        data = DataConfig(sequence_length=length, packing=packing)
+        return TrainingArguments(name="t", max_num_steps=1, model=ModelConfig(pretrained=str(LLAMA)), data=data, lora=lora)
+
+    context = vision_config.context(LLAMA)
+    for lora in (None, LoraConfig(rank=2)):
+        assert resolved(of(None, context, lora)).data.sequence_length == context
+        error = rf"data\.sequence_length = {context + 1}: the model in .* is for texts of {context} tokens"
+        with pytest.raises(ValueError, match=error):
+            resolved(of(None, context + 1, lora))
+    assert resolved(of("fit", 4 * context)).data.sequence_length == 4 * context
 
 
 class Own(BaseTrainer):
