@@ -244,13 +244,20 @@ def _kind_and_mistake(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         return "storage", False
     if runtime := foreign_errors.runtime_kind(error):
-        return runtime, False
+        return runtime, runtime in ("runtime", "user") and _is_of_the_compiler(error)
     if outside := foreign_errors.outside(error):
         return "transient", outside == "mistake"
     # What nothing above claims comes from the program: the user's, or this one.
     return "user", isinstance(error, PROGRAM_ERRORS)
 
 
+def _is_of_the_compiler(error: BaseException) -> bool:
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    return any(frame.filename.endswith(COMPILER) for frame in frames)
+
+
+COMPILER = os.path.join("jax", "_src", "compiler.py")
+"""Where JAX compiles a program. The same program gives the same error again."""
 KIND_OF_TYPE: dict[type[BaseException], str] = {
     NonFiniteLossError: "non_finite",
     LossSpikeError: "loss_spike",

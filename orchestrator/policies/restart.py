@@ -104,10 +104,10 @@ def _will_repeat(history: Sequence[PastFailure]) -> bool:
     earlier, last = history[-2:]
     if not _same(earlier, last) or _went_well_between(earlier, last):
         return False
+    if last.mistake and not _has_trained(history):  # an error of the compiler too, which looks like one of the machine
+        return True
     if last.kind in SUSPECTS_THE_MACHINE:
         return _on_another_machine(earlier, last)
-    if last.mistake and not _has_trained(history):
-        return True
     if last.kind == FailureKind.USER_ERROR and not (earlier.took_steps or last.took_steps):
         return False  # no step was completed: something that a start needs may be missing just now
     return last.kind in REPEATS_ITSELF

@@ -40,6 +40,18 @@ def test_errors_of_the_runtime_by_their_text(kind, message):
     assert kind_of(jax.errors.JaxRuntimeError(message)) == {"kind": kind, "deterministic": False}
 
 
+def test_an_error_of_the_compiler_looks_like_a_mistake_for_the_same_program_gives_it_again():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        lowered.compile(compiler_options={"xla_no_such_option": True})
+    assert kind_of(raised.value) == {"kind": "user", "deterministic": False, "mistake": True}
+    for message, kind in (("UNIMPLEMENTED: PartitionId instruction is not supported", "user"), ("INTERNAL: failed", "runtime")):
+        error = jax.errors.JaxRuntimeError(message).with_traceback(raised.value.__traceback__)
+        assert kind_of(error) == {"kind": kind, "deterministic": False, "mistake": True}
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset by peer")
+    assert "mistake" not in kind_of(lost.with_traceback(raised.value.__traceback__))
+
+
 def test_a_machine_without_its_device_is_known_by_a_plain_runtime_error():
     message = "Unable to initialize backend 'tpu': INTERNAL: Failed to get global TPU topology. (set JAX_PLATFORMS='' ...)"
     assert kind_of(RuntimeError(message))["kind"] == "device"

@@ -232,17 +232,22 @@ def test_starts_that_fail_do_not_use_up_the_number_of_failures():
     assert isinstance(decide([*history, trained(120.0, 11)], TIMED), GiveUp)
 
 
+REPEATING = (FailureKind.USER_ERROR, FailureKind.RUNTIME_ERROR)
+
+
 def mistake(generation, at_s=0.0, kind=FailureKind.USER_ERROR, message="no such name", **more):
     return start(at_s, generation, kind, message, mistake=True, **more)
 
 
-@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.DATA_ERROR, FailureKind.TRANSIENT_ERROR])
+@pytest.mark.parametrize(
+    "kind", [FailureKind.USER_ERROR, FailureKind.DATA_ERROR, FailureKind.TRANSIENT_ERROR, FailureKind.RUNTIME_ERROR]
+)
 def test_a_mistake_before_anything_was_trained_is_reported_at_the_second_time(kind):
-    """A TypeError, a wrong path: within seconds."""
+    """A TypeError, a wrong path, a program that the compiler refuses: within seconds, on whichever machine."""
     assert decide([mistake(0, kind=kind)], TIMED) == Restart(0.0, left_s=1800.0)
     assert decide([mistake(0, kind=kind), mistake(1, kind=kind)], TIMED).reason == (
         f"the same {kind} at the start twice in a row: "
-        + ("it would happen for ever" if kind == FailureKind.USER_ERROR else "it looks like a mistake")
+        + ("it would happen for ever" if kind in REPEATING else "it looks like a mistake")
     )
     assert isinstance(decide([mistake(0, kind=kind), mistake(1, kind=kind, message="another")], TIMED), Restart)
 
