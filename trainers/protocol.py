@@ -14,6 +14,17 @@ from trainers.stop_reason import StopReason
 
 SKIPPED = "skipped_example"
 """The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
+
+
+class Ids(NamedTuple):
+    """The numbers that a leaf of a batch may have."""
+
+    number: int
+    """From 0 up to this, which is not one of them."""
+    others: frozenset[int] = frozenset()
+    """Others, such as one that stands for no target."""
+
+
 METRIC = "metric/"
 """The prefix of the names of the leaves of a batch that are metrics of its rows."""
 

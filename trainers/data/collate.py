@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from trainers.errors import DataError, UsageError
-from trainers.protocol import METRIC, SKIPPED
+from trainers.protocol import METRIC, SKIPPED, Ids
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
@@ -22,6 +23,8 @@ batch. The shapes of its leaves must not depend on the examples."""
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`BaseTrainer.preprocess_batch`."""
 
+WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64")))
+"""Types of which a device has half the bits."""
 NUMBERS = "biufcV"
 """The kinds of NumPy's types that a device can hold."""
 LONGEST_GAP = 1000
@@ -230,6 +233,36 @@ def _difference(example: Mapping[str, np.ndarray], first: Mapping[str, np.ndarra
 def _named(example: Example) -> str:
     """Returns the name of an example: its `sample_id` is its index in the data, unless the data has ids of its own."""
     return f"example {int(example['sample_id'])}" if "sample_id" in example else "an example"
+
+
+def check_numbers(batch: Mapping[str, np.ndarray], ids: Mapping[str, Ids]) -> None:
+    """Raises DataError for a number in rows [rows, ...] that becomes another one on the devices, or that is none of the `ids` of
+    its leaf: a lookup would take another one for it, in silence."""
+    for name, leaf in batch.items():
+        if leaf.size == 0 or name == "sample_id":  # which is counted modulo 2**31 - 1
+            continue
+        if name in ids and leaf.dtype.kind in "iu":
+            number, others = ids[name]
+            if leaf.min() < 0 or leaf.max() >= number:
+                wrong = ~((leaf >= 0) & (leaf < number)) & ~np.isin(leaf, [*others])
+                besides = f", or {' or '.join(map(str, sorted(others)))}" if others else ""
+                _raise_wrong(batch, name, wrong, f"expected ids from 0 to {number - 1}{besides}")
+        elif leaf.dtype in WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            limits: Any = np.finfo(np.float32) if leaf.dtype.kind == "f" else np.iinfo(f"{leaf.dtype.kind}4")
+            # NaN and infinity stay what they are.
+            with np.errstate(invalid="ignore"):
+                wrong = ((leaf < limits.min) | (leaf > limits.max)) & np.isfinite(leaf)
+            _raise_wrong(batch, name, wrong, f"devices have numbers of 32 bits, from {limits.min} to {limits.max}")
+
+
+def _raise_wrong(batch: Mapping[str, np.ndarray], name: str, wrong: np.ndarray, expected: str) -> None:
+    if wrong.any():
+        row = int(np.argwhere(wrong)[0][0])
+        example = {"sample_id": batch["sample_id"][row]} if "sample_id" in batch else {}
+        raise DataError(
+            f"{_named(example)}: column {name} ({batch[name].dtype}) has {batch[name][wrong][0]}: {expected}; make it one in the "
+            f"dataset or in build_data_transform, or leave the column out: data.ignore_columns=[{name}]"
+        )
 
 
 def preprocessed(batch: dict[str, np.ndarray], batch_index: int, preprocess: Preprocess) -> dict[str, np.ndarray]:

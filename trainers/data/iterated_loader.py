@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from trainers.data.collate import check_numbers
 from trainers.data.streams import Stream
 from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
+from trainers.protocol import Ids
 
 KEPT_BATCHES = 8
 """How many batches are kept behind the newest: more than the loop reads ahead, so that none is read twice."""
@@ -42,6 +45,7 @@ class IteratedLoader:
         accumulation_steps: int = 1,
         note: Callable[[str], None] = lambda message: None,
         passes: int = 1,
+        ids: Mapping[str, Ids] = MappingProxyType({}),
     ):
         hosts, self.host = jax.process_count(), jax.process_index()
         self.shape = (accumulation_steps, meshes.padded_rows(mesh, global_batch_size // accumulation_steps))
@@ -50,7 +54,7 @@ class IteratedLoader:
                 f"a loader of batches needs micro-batches that the replicas and the {hosts} hosts divide evenly: "
                 f"{global_batch_size // accumulation_steps} rows do not; change global_batch_size, or give a dataset"
             )
-        self.batches, self.note, self.global_batch_size = batches, note, global_batch_size
+        self.batches, self.note, self.global_batch_size, self.ids = batches, note, global_batch_size, ids
         self.sharding, self.num_rows = meshes.micro_batches(mesh), global_batch_size // hosts
         if _rows_of_host(self.sharding, self.shape) * hosts != self.shape[1]:
             raise UsageError(
@@ -120,6 +124,7 @@ class IteratedLoader:
             except StopIteration:
                 break
             self._kept.append(self._checked(drawn, stream.position - 1))
+            check_numbers(self._kept[-1], self.ids)
         if stream.position - first > KEPT_BATCHES:
             self.note(
                 f"the loader of batches cannot be positioned: {stream.position - first - 1} batches were drawn and dropped to "

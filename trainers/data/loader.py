@@ -11,16 +11,17 @@ import concurrent.futures
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.data.collate import Collator, Preprocess, preprocessed, stack
+from trainers.data.collate import Collator, Preprocess, check_numbers, preprocessed, stack
 from trainers.errors import DataError
 from trainers.parallel import mesh as meshes
-from trainers.protocol import SKIPPED
+from trainers.protocol import SKIPPED, Ids
 
 
 class RandomAccess(Protocol):
@@ -73,6 +74,7 @@ class StepAddressedLoader:
         read_ahead: int = 2,
         read: Callable[[int], Mapping[str, np.ndarray]] | None = None,
         collator: Collator | None = None,
+        ids: Mapping[str, Ids] = MappingProxyType({}),
     ):
         self.dataset, self.global_batch_size, self.num_examples = dataset, global_batch_size, num_examples
         self.micro_batch_size = global_batch_size // accumulation_steps
@@ -80,7 +82,7 @@ class StepAddressedLoader:
         self.shape = (accumulation_steps, meshes.padded_rows(mesh, self.micro_batch_size))
         self.sharding = meshes.micro_batches(mesh)
         self.read = dataset.__getitem__ if read is None else read
-        self.preprocess, self.read_ahead, self.collator = preprocess, read_ahead, collator
+        self.preprocess, self.read_ahead, self.collator, self.ids = preprocess, read_ahead, collator, ids
         # Few: with 16 threads Grain read no faster than with one (measured on two CPU cores).
         self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -174,6 +176,7 @@ class StepAddressedLoader:
             batch[SKIPPED] *= np.array([index is not None for index in indices])  # padding is no example that was left out
         if self.preprocess is not None:
             batch = preprocessed(batch, k, self.preprocess)
+        check_numbers(batch, self.ids)
         return {name: leaf.reshape(len(rows), len(rows[0]), *leaf.shape[1:]) for name, leaf in batch.items()}
 
     def _check_shapes(self, batch: Mapping[str, np.ndarray], first_row: int) -> None:

@@ -16,7 +16,7 @@ from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
 from trainers.models.experts import RouterLosses, router_losses
 from trainers.models.hf.pretrained import decoder_in, is_there
-from trainers.protocol import METRIC, SKIPPED, Batch, Loss
+from trainers.protocol import METRIC, SKIPPED, Batch, Ids, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 from trainers.text import tokenizers
 from trainers.text.tokenizers import Tokenizer
@@ -124,6 +124,12 @@ class CausalLMTask:
         for name, value in weights.items():
             if value and model.num_experts is None and model.pretrained is None:
                 yield f"loss.{name} = {value}: a model of the family {model.family} has no experts; leave it out"
+
+    @property
+    def ids(self) -> dict[str, Ids]:
+        """The ids that the leaves of a batch may have: those of the model's vocabulary. {}: it is a model of a subclass."""
+        number = self.arguments.model.vocab_size
+        return {"tokens": Ids(number), "labels": Ids(number, frozenset({NO_LABEL}))} if self._is_of_settings else {}
 
     @property
     def _is_of_settings(self) -> bool:

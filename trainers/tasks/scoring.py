@@ -10,7 +10,7 @@ from flax import nnx
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder, Segments
-from trainers.protocol import Batch
+from trainers.protocol import Batch, Ids
 from trainers.tasks.causal_lm import CausalLMTask, flops_of_decoder
 from trainers.tasks.segments import lines_of
 
@@ -31,6 +31,11 @@ class ScoringTask:
     @property
     def num_scores(self) -> int:
         raise NotImplementedError
+
+    @property
+    def ids(self) -> dict[str, Ids]:
+        """The ids that the leaves of a batch may have: those of the model's vocabulary."""
+        return {"tokens": Ids(self.arguments.model.vocab_size)} if type(self).build_model is ScoringTask.build_model else {}
 
     def problems(self) -> Iterator[str]:
         """Yields what is wrong with the settings."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainers.data.reading import Reader
 from trainers.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
-from trainers.protocol import Batch, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
+from trainers.protocol import Batch, Ids, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import TrainState
 
@@ -82,6 +82,7 @@ class Batching:
             preprocess=self._preprocess,
             read=self.reader(dataset),
             collator=self._collator,
+            ids=self._ids,
         )
 
     def held_out_loader(self, dataset: RandomAccess, batch_size: int | None = None) -> StepAddressedLoader:
@@ -91,7 +92,14 @@ class Batching:
         rows = batch_size or arguments.evaluation.batch_size or arguments.micro_batch_size
         size, read = len(dataset), self.reader(dataset)
         return StepAddressedLoader(
-            dataset, rows, self._mesh_of(), num_examples=size, preprocess=self._preprocess, read=read, collator=self._collator
+            dataset,
+            rows,
+            self._mesh_of(),
+            num_examples=size,
+            preprocess=self._preprocess,
+            read=read,
+            collator=self._collator,
+            ids=self._ids,
         )
 
     def loaders(self) -> TrainerConfigureDataloaderOutput:
@@ -117,6 +125,7 @@ class Batching:
             accumulation_steps=steps,
             note=note_from_host0,
             passes=passes,
+            ids=self._ids,
         )
 
     # ------------------------------------------------------------------ hooks
@@ -133,6 +142,11 @@ class Batching:
     @property
     def prepare_trained(self) -> Callable[[TrainState, Batch], Batch] | None:
         return None if self.prepare is None else functools.partial(self.prepare, training=True)
+
+    @property
+    def _ids(self) -> Mapping[str, Ids]:
+        """The ids that the task looks up, by leaf; a task need not say them."""
+        return getattr(self._trainer.task, "ids", {})
 
     @cached_property
     def _collator(self) -> Collator | None:

@@ -13,12 +13,15 @@ from tests.programs.tiny import Numbers, TableTask
 from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.config import DataConfig
+from trainers.config import DataConfig, MeshConfig
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.data.collate import Collated, CollateInfo, collate
+from trainers.data.collate import Collated, CollateInfo, check_numbers, collate
+from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.sources.iterable import IterableSource
 from trainers.errors import DataError, UsageError
+from trainers.parallel import mesh as meshes
 from trainers.planning.estimate import plan
+from trainers.protocol import Ids
 from trainers.stop_reason import StopReason
 from trainers.tasks.causal_lm import CausalLMTask
 
@@ -130,6 +133,73 @@ def test_examples_of_different_lengths_without_collate_info_say_what_to_do(tmp_p
         DataError, match=r"example \d+: column \w+ is \w+\[\d+\], and \w+\[\d+\] in example \d+: override build_data_collate_info"
     ):
         BaseTrainer(made, *ragged(made)).train()
+
+
+# ---------------------------------------------------------------------- numbers that a device or a vocabulary has not
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (
+            np.array([[1], [3_000_000_000]]),
+            r"column x \(int64\) has 3000000000: devices have numbers of 32 bits, from -2147483648",
+        ),
+        (np.array([[2**40], [1]]), "has 1099511627776"),
+        (np.array([[1], [-(2**31) - 1]]), "has -2147483649"),
+        (np.array([[1], [2**32]], np.uint64), r"\(uint64\) has 4294967296: .*, from 0 to 4294967295"),
+        (np.array([[1.0], [1e60]]), r"\(float64\) has 1e\+60"),
+        (np.array([[1.0], [-3.5e38]]), r"has -3\.5e\+38"),
+    ],
+)
+def test_a_number_that_devices_have_not_is_refused_by_column_and_example(values, found):
+    batch = {"x": values, "sample_id": np.array([4, 2**40])}
+    with pytest.raises(
+        DataError, match=rf"example {batch['sample_id'][int(abs(values[1, 0]) != 1)]}: .*{found}.*ignore_columns=\[x\]"
+    ):
+        check_numbers(batch, {})
+
+
+def test_numbers_that_devices_have_are_taken():
+    edges = {"a": np.array([2**31 - 1, -(2**31)]), "b": np.array([np.inf, np.nan, 3e38]), "c": np.array([2**32 - 1], np.uint64)}
+    check_numbers({**edges, "d": np.zeros((0, 3)), "sample_id": np.array([2**40])}, {})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "found"),
+    [
+        ("tokens", -1, r"example 5: column tokens \(int32\) has -1: expected ids from 0 to 255; make it one"),
+        ("tokens", -100, "has -100: expected ids from 0 to 255; make"),
+        ("tokens", 256, "has 256: expected ids from 0 to 255"),
+        ("labels", 256, "column labels .* has 256: expected ids from 0 to 255, or -100; make"),
+        ("labels", -1, "column labels .* has -1: expected"),
+    ],
+)
+def test_an_id_that_the_vocabulary_has_not_is_refused_by_example_column_and_value(tmp_path, leaf, value, found):
+    class Bad(Numbers):
+        def __getitem__(self, index):
+            example = super().__getitem__(index)
+            labels = np.where(np.arange(9) % 2, -100, example["tokens"])
+            example = {**example, "labels": labels.astype(np.int32)}
+            if example["sample_id"] == 5:
+                example[leaf] = example[leaf].copy()
+                example[leaf][3] = value
+            return example
+
+    model = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 16}
+    settings = {"task": "trainers.tasks.causal_lm:CausalLMTask", "model": model}
+    made = arguments(tmp_path, max_num_steps=1, data={"sequence_length": 8, "shuffle": False}, **settings)
+    with pytest.raises(DataError, match=found):
+        BaseTrainer(made, Bad(96, 8)).train()
+
+
+def test_the_ids_of_a_loader_of_batches_are_looked_at_too(tmp_path):
+    mesh = meshes.make_mesh(MeshConfig())
+    batches = [{"tokens": np.full((8, 9), value, np.int32)} for value in (255, 256)]
+    loader = IteratedLoader(batches, 8, mesh, ids={"tokens": Ids(256)})
+    assert loader.batch(0)["tokens"].shape == (1, 8, 9)
+    with pytest.raises(DataError, match=r"example 8: column tokens \(int32\) has 256: expected ids from 0 to 255"):
+        loader.batch(1)
 
 
 # ---------------------------------------------------------------------- the hook on batches
