@@ -40,14 +40,14 @@ class Stopwatch:
     def __post_init__(self) -> None:
         self.since_s = self.clock()
 
-    def rates(self, counts: dict[str, float], flops_per_token: float, num_devices: int) -> dict[str, float]:
+    def rates(self, counts: dict[str, float], flops_per_example: float, num_devices: int) -> dict[str, float]:
         """Returns the rates of the `tokens` and `samples` since the stopwatch was started, and starts it again."""
         now_s = self.clock()
         # Never 0: a clock may not have moved.
         seconds, self.since_s = max(now_s - self.since_s, 1e-9), now_s
         rates = {"seconds": seconds} | {f"{name}_per_s": count / seconds for name, count in counts.items()}
-        if flops_per_token and "tokens" in counts:
-            flops = flops_per_token * FORWARD_PART * rates["tokens_per_s"] / num_devices
+        if flops_per_example and "samples" in counts:
+            flops = flops_per_example * FORWARD_PART * rates["samples_per_s"] / num_devices
             rates["tflops_per_s_per_device"] = flops / 1e12
         return rates
 

@@ -96,5 +96,6 @@ class UnitBuilder:
         new_metrics: Any = None,
     ) -> ValidationUnit:
         """Returns a unit around a compiled step (`jit`)."""
-        counting, flops = layout.with_others(EVALUATION_COUNTS), self.flops_per_token(function.task)
+        counting, task = layout.with_others(EVALUATION_COUNTS), function.task
+        flops = self.flops_per_token(task) * task.tokens_per_example
         return ValidationUnit(loader, step, counting, self.mesh, max_batches, name, new_metrics, self.prepare, flops)

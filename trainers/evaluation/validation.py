@@ -51,7 +51,7 @@ class ValidationUnit:
     """Makes the metrics of the predictions for one evaluation; None: there are none."""
     prepare: Callable[[TrainState, Batch], Batch] | None = None
     """The hook on batches that are on the devices."""
-    flops_per_token: float = 0.0
+    flops_per_example: float = 0.0
     """Forward and backward, as the task knows them."""
     rates: dict[str, float] = field(default_factory=dict)
     """How long the last evaluation took, and its rates. They are no metrics: the same state gives others each time."""
@@ -103,7 +103,7 @@ class ValidationUnit:
         values = self.layout.read(metric_sums)
         counts = {name.removeprefix("counted/"): values[name] for name in EVALUATION_COUNTS if name in values}
         self.rates.clear()
-        self.rates.update(watch.rates(counts, self.flops_per_token, self.mesh.devices.size))
+        self.rates.update(watch.rates(counts, self.flops_per_example, self.mesh.devices.size))
 
     def _batches(self, state: TrainState) -> Iterator[Batch]:
         # The same number of batches on all hosts: the step has collectives.

@@ -124,6 +124,8 @@ class Throughput:
     """The constants that turn counts into rates."""
 
     flops_per_token: float
+    tokens_per_example: int
+    """Those that are computed, whether they are targets or not."""
     num_devices: int
     peak_flops_per_s: float | None = None
     fp8_peak_flops_per_s: float | None = None
@@ -204,7 +206,8 @@ class Publisher:
         other_s = sum(interval.seconds.get(name, 0) for name in NO_STEPS)
         # Never 0: a clock may not have moved in a very short interval.
         steps_s, throughput = max(wall_s - other_s, 1e-9), self.throughput
-        flops = throughput.flops_per_token * tokens / steps_s / throughput.num_devices
+        # Of all that is computed: of a completion in 64 tokens, one may be a target.
+        flops = throughput.flops_per_token * throughput.tokens_per_example * samples / steps_s / throughput.num_devices
         rates = {
             "step_time_s": steps_s / max(num_steps, 1),
             "tokens_per_s": tokens / steps_s,

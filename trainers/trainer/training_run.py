@@ -241,8 +241,10 @@ class TrainingRun:
 
     def _throughput(self) -> Throughput:
         design, mesh = self.parts.design, self.parts.mesh
-        flops = design.flops_per_token(self.trainer.task, design.num_parameters)
-        return Throughput(flops, mesh.devices.size, *peaks(self.arguments, {device.device_kind for device in mesh.devices.flat}))
+        flops, tokens = design.flops_per_token(self.trainer.task, design.num_parameters), self.trainer.task.tokens_per_example
+        return Throughput(
+            flops, tokens, mesh.devices.size, *peaks(self.arguments, {device.device_kind for device in mesh.devices.flat})
+        )
 
     @property
     def _train_step(self) -> Any:

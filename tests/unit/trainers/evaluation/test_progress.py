@@ -35,5 +35,5 @@ def test_rates_are_without_what_is_left_out():
     watch = progress.Stopwatch(lambda: now[0])
     now[0] = 5.0
     watch.leave_out(2.0)
-    rates = watch.rates({"tokens": 400.0, "samples": 40.0}, flops_per_token=6e12, num_devices=4)
+    rates = watch.rates({"tokens": 400.0, "samples": 40.0}, flops_per_example=60e12, num_devices=4)
     assert rates == {"seconds": 2.0, "tokens_per_s": 200.0, "samples_per_s": 20.0, "tflops_per_s_per_device": 100.0}

@@ -102,7 +102,7 @@ class World:
             ),
             evaluator=Evaluations(self.log),
             previewer=None,
-            publisher=Publisher(Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
+            publisher=Publisher(Throughput(1.0, 1, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             resume=SimpleNamespace(go_back=self.go_back, meta="meta"),
             hooks=BaseTrainer.__new__(BaseTrainer),
             callbacks=CallbackList(),

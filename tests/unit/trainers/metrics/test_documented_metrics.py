@@ -133,12 +133,12 @@ BY_A_CLOCK = {
     "tokens_per_s": ("tokens/s", 80.0),
     "tokens_per_s_per_device": ("tokens/s", 20.0),
     "samples_per_s": ("examples/s", 8.0),
-    "tflops_per_s_per_device": ("TFLOP/s", 120e-12),
-    "mfu": ("1", 0.12),
-    "mfu_of_fp8_peak": ("1", 0.03),
+    "tflops_per_s_per_device": ("TFLOP/s", 180e-12),
+    "mfu": ("1", 0.18),
+    "mfu_of_fp8_peak": ("1", 0.045),
 }
 """name: (unit, what is published of 10 steps of 80 tokens and 8 samples in 12 s, 2 s of which were no steps, on 4 devices with a
-peak of 1000 FLOP/s, and of 4000 FLOP/s for 8 bits, at 6 FLOP a token)"""
+peak of 1000 FLOP/s, and of 4000 FLOP/s for 8 bits, at 6 FLOP a token and 15 tokens in each sample, 10 of them targets)"""
 
 OTHERS = {
     "eval_seconds": "s",
@@ -219,7 +219,7 @@ def test_the_rates_of_an_evaluation_are_over_its_seconds(run):
     assert evaluated["eval_samples_per_s"] * seconds == pytest.approx(NUM_HELD_OUT)
     assert evaluated["eval_tokens_per_s"] * seconds == pytest.approx(NUM_HELD_OUT * LENGTH)
     forward = flops_per_token(run, STEPS) / 3
-    tflops = forward * evaluated["eval_tokens_per_s"] / jax.device_count() / 1e12
+    tflops = forward * LENGTH * evaluated["eval_samples_per_s"] / jax.device_count() / 1e12
     assert evaluated["eval_tflops_per_s_per_device"] == pytest.approx(tflops, rel=1e-6, abs=0)
     assert not {"eval_seconds", "eval_tokens_per_s"} & run.trainer.output.metrics.keys()  # nothing depends on a clock
     batches = list(run.trainer.eval(run.trainer.output.state))
@@ -229,7 +229,9 @@ def test_the_rates_of_an_evaluation_are_over_its_seconds(run):
 def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
     now, told = [0.0], []
     layout = Layout(("loss", "tokens", "samples"), (Kind.MEAN, Kind.SUM, Kind.SUM))
-    throughput = Throughput(flops_per_token=6.0, num_devices=4, peak_flops_per_s=1e3, fp8_peak_flops_per_s=4e3)
+    throughput = Throughput(
+        flops_per_token=6.0, tokens_per_example=15, num_devices=4, peak_flops_per_s=1e3, fp8_peak_flops_per_s=4e3
+    )
     made = Publisher(throughput, layout, lambda *published: told.append(published), lambda: now[0])
     made.start(0)
     now[0] = 12.0
@@ -245,7 +247,7 @@ def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
         assert metrics["tokens_per_s"] == pytest.approx(metrics["tokens"] / seconds)
         assert metrics["samples_per_s"] == pytest.approx(metrics["samples"] / seconds)
         assert metrics["tokens_per_s_per_device"] == pytest.approx(metrics["tokens_per_s"] / jax.device_count())
-        tflops = metrics["flops_per_token"] * metrics["tokens_per_s_per_device"] / 1e12
+        tflops = metrics["flops_per_token"] * LENGTH * metrics["samples_per_s"] / jax.device_count() / 1e12
         assert metrics["tflops_per_s_per_device"] == pytest.approx(tflops, rel=1e-6, abs=0)
         assert metrics["mfu"] == pytest.approx(tflops * 1e12 / PEAK)
 
@@ -253,7 +255,7 @@ def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
 def test_the_time_of_a_step_is_that_between_completions_however_early_it_began():
     now, told = [0.0], []
     layout = Layout(("loss", "tokens", "samples"), (Kind.MEAN, Kind.SUM, Kind.SUM))
-    made = Publisher(Throughput(6.0, 1), layout, lambda *published: told.append(published), lambda: now[0])
+    made = Publisher(Throughput(6.0, 10, 1), layout, lambda *published: told.append(published), lambda: now[0])
     made.start(0)
 
     def began(step):
