@@ -18,7 +18,7 @@ from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.config.hf_files import CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE
+from trainers.config.hf_files import CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE, TEMPLATE_FILE
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
@@ -133,6 +133,7 @@ def to_hugging_face(
             copied = work / PREPROCESSOR_FILE
             ours.delete(copied, ours.among("a copy that was just made", [copied]))
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        _write_template(work, meta["arguments"]["data"].get("template_fields", {}))
         _write_generation(work)
         hugging_face_out.write_index(work, files)
 
@@ -235,6 +236,15 @@ def _write_generation(folder: Path) -> None:
         path.write_text(json.dumps(found, indent=2) + "\n")
 
 
+def _write_template(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Writes the chat template of an export with what the run gave it for defaults (`data.template_fields`)."""
+    from trainers.text import tokenizers, turns
+
+    read = _tokenizer_in(folder) if fields else None
+    if isinstance(read, tokenizers.FolderTokenizer):
+        (folder / TEMPLATE_FILE).write_text(turns.with_fields(read.own_template(), fields))
+
+
 def _tokenizer_in(folder: Path) -> Tokenizer | None:
     # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
     from trainers.text import tokenizers
@@ -270,6 +280,7 @@ def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) 
         assets.copy_into(work, checkpoint)
         carried.reset_tokenizer(work)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        _write_template(work, meta["arguments"]["data"].get("template_fields", {}))
         _write_generation(work)
         _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 

@@ -6,6 +6,7 @@ import os
 
 BYTES = "bytes"
 """The value of `data.tokenizer` for which a token is a byte."""
+TEMPLATE_FILE = "chat_template.jinja"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """A folder with one of them has a tokenizer."""
 TOKENIZER_FILES = (
@@ -14,7 +15,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates"

@@ -138,20 +138,42 @@ def conversation(tokenizer: FolderTokenizer, chat: Chat, *, num_given: int = 0) 
 
 
 def notes(template: Callable[[], FolderTokenizer], chat: Callable[[], Chat]) -> list[str]:
-    """Returns what a user should know of the first conversation: that nothing which ends a turn is a target."""
+    """Returns what a user should know of the first conversation: that nothing which ends a turn is a target, or that a generation
+    begins otherwise than an answer in training."""
     try:
         tokenizer, conversation = template(), chat().conversation
         tokens, places = _tokens(tokenizer, conversation)
     except (DataError, UsageError):  # reported when it is encoded
         return []
+    lines = _notes_of_beginning(tokenizer, conversation, tokens, places)
     endless = [place for place in places if not _ends(tokenizer, tokens[place])]
     if not endless:
-        return []
+        return lines
     text = tokenizer.raw(tokens[: endless[0].stop])
     return [
+        *lines,
         f"nothing that ends a turn of the assistant is a target, for the chat template of {tokenizer.source} "
         f"{'marks' if tokenizer.has_marks(conversation.fields) else 'writes'} none: the model does not learn to stop, and a "
-        f"generation goes on to its last token; the first record, up to the end of a turn: ...{text[-SHOWN_OF_RECORD:]!r}"
+        f"generation goes on to its last token; the first record, up to the end of a turn: ...{text[-SHOWN_OF_RECORD:]!r}",
+    ]
+
+
+def _notes_of_beginning(
+    tokenizer: FolderTokenizer, chat: Conversation, tokens: Sequence[int], places: Sequence[slice]
+) -> list[str]:
+    last = chat.answers[-1]
+    try:
+        text = tokenizer.render(chat.messages[:last], reply=True, fields=chat.fields)
+    except Exception:  # it takes no conversation that ends so
+        return []
+    prompt, before = tokenizer.encode_rendered(text).tokens, list(tokens[: places[-1].start])
+    if prompt == before:
+        return []
+    has_opening = "data.template_fields has the switches of a template, such as {enable_thinking: false}"
+    way_out = has_opening if tokenizer.opening else "the template has no add_generation_prompt, which writes it"
+    return [
+        f"a generation begins otherwise than an answer in training: after ...{text[-SHOWN:]!r}, and in training after "
+        f"...{tokenizer.raw(before)[-SHOWN:]!r}; {way_out}"
     ]
 
 

@@ -172,10 +172,11 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today."""
+    """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today.
+    `defaults`: fields that it gets where a conversation has none of that name."""
 
-    def __init__(self, folder: str, day: date | None = None):
-        self.source, self.day = folder, day
+    def __init__(self, folder: str, day: date | None = None, defaults: Mapping[str, Any] = NO_FIELDS):
+        self.source, self.day, self.defaults = folder, day, defaults
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -284,8 +285,16 @@ class FolderTokenizer:
     def template(self, fields: Mapping[str, Any] = NO_FIELDS, day: date | None = None) -> str:
         """Returns the chat template for conversations with such fields. It has `day` for today, else that of the tokenizer, else
         that of the calendar."""
-        text = self._tokenizer.get_chat_template(tools=fields.get("tools"))
-        return turns.with_day(text, day or self.day or date.today())
+        text = self.own_template(fields)
+        if unread := [name for name in self.defaults if name in self.reserved or not re.search(rf"\b{re.escape(name)}\b", text)]:
+            raise UsageError(
+                f"data.template_fields: the chat template of {self.source} reads no {', '.join(unread)}: leave it out"
+            )
+        return turns.with_day(turns.with_fields(text, self.defaults), day or self.day or date.today())
+
+    def own_template(self, fields: Mapping[str, Any] = NO_FIELDS) -> str:
+        """Returns the chat template for conversations with such fields, as the folder has it."""
+        return self._tokenizer.get_chat_template(tools=fields.get("tools"))
 
     @cached_property
     def reserved(self) -> frozenset[str]:
@@ -365,7 +374,8 @@ class FolderTokenizer:
 
     def digest(self) -> str:
         # Another version of the libraries may take the same files otherwise.
-        digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')} {self.day}".encode())
+        about = f"{version('transformers')} {version('tokenizers')} {self.day}"
+        digest = hashlib.sha256(f"{about} {json.dumps(dict(self.defaults))}".encode() if self.defaults else about.encode())
         folder = Path(self.source)
         for path in (*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob(f"{MORE_TEMPLATES}/*"))):
             if path.is_file():
@@ -455,7 +465,8 @@ def of(arguments: TrainingArguments) -> Tokenizer:
     if source != BYTES and not os.path.exists(os.path.expanduser(source)) and has_tokenizer(kept):
         source = kept
     day = arguments.data.template_date
-    return load(source, "data.tokenizer", None if day is None else date.fromisoformat(day))
+    fields = tuple(sorted(arguments.data.template_fields.items()))
+    return load(source, "data.tokenizer", None if day is None else date.fromisoformat(day), fields)
 
 
 def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | None = None) -> None:
@@ -470,9 +481,9 @@ def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | Non
 
 
 @cache
-def load(source: str, key: str = "tokenizer", day: date | None = None) -> Tokenizer:
-    """Returns the tokenizer that `source` names. `key` names the setting in errors; `day` is today for its template. Raises
-    UsageError if it is none, and DataMissingError if it is not there."""
+def load(source: str, key: str = "tokenizer", day: date | None = None, fields: tuple[tuple[str, Any], ...] = ()) -> Tokenizer:
+    """Returns the tokenizer that `source` names. `key` names the setting in errors; `day` is today for its template, and `fields`
+    are what that has by default. Raises UsageError if it is none, and DataMissingError if it is not there."""
     if source == BYTES:
         return ByteTokenizer()
     path = os.path.expanduser(source)
@@ -484,7 +495,7 @@ def load(source: str, key: str = "tokenizer", day: date | None = None) -> Tokeni
         )
     if not has_tokenizer(path):
         raise UsageError(f"{key} = {source!r} has no tokenizer: expected a folder with tokenizer.json or tokenizer.model")
-    return FolderTokenizer(path, day)
+    return FolderTokenizer(path, day, dict(fields))
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:

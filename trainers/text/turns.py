@@ -306,6 +306,15 @@ def with_day(text: str, day: date) -> str:
     )
 
 
+def with_fields(text: str, fields: Mapping[str, Any]) -> str:
+    """Returns the text of a chat template that has these fields by default."""
+    # `json.dumps` writes what Jinja reads: true, 1.5, "a".
+    set_all = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}" for name, value in fields.items()
+    )
+    return f"{set_all}\n{text}" if set_all else text
+
+
 def is_random(text: str) -> bool:
     """Whether a chat template draws at random."""
     return re.search(r"\|\s*random\b|\blipsum\s*\(", text) is not None

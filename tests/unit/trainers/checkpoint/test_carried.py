@@ -110,6 +110,17 @@ def resize(folder, vocab_size):
     save_file(tensors, path)
 
 
+def test_the_template_of_an_export_has_the_fields_of_the_run(tmp_path):
+    words = chat_folders.write(tmp_path / "words", "{{ mood }}" + chat_folders.CHATML)
+    data = DATA | {"tokenizer": str(words), "template_fields": {"mood": "calm", "loud": False}}
+    (words / "chat_template.jinja").write_text("{{ mood }}{{ loud }}" + chat_folders.CHATML)
+    exported(trained(tmp_path, model=SMALL, data=data), tmp_path / "out")
+    said = [{"role": "user", "content": "q"}]
+    read = tokenizers.FolderTokenizer(str(tmp_path / "out"))
+    assert read.render(said).startswith("calmFalse<|im_start|>user")
+    assert read.render(said, fields={"mood": "gay"}).startswith("gayFalse")
+
+
 def test_an_end_of_several_tokens_is_a_text_that_stops(tmp_path):
     template = chat_folders.CHATML.replace("<|im_end|>", "[/end]")
     words = chat_folders.write(tmp_path / "words", template)

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tests.unit import chat_folders
+from trainers.config import DataConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
 from trainers.errors import DataError, UsageError
@@ -259,3 +260,51 @@ def test_a_special_token_that_takes_the_white_space_behind_it_is_no_target(tmp_p
     made = FolderTokenizer(str(chat_folders.write(tmp_path / "folder", template, rstrip=True)))
     says = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " 4"}]
     assert encoded(made, says) == ("user<|im_start|>q<|im_end|>assistant<|im_start|>4<|im_end|>", ["4<|im_end|>"])
+
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last and enable_thinking is "
+    "defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
+def test_the_switches_of_a_template_are_those_of_training_and_of_generations(tmp_path):
+    folder, thought = str(chat_folders.write(tmp_path / "folder", THINKING)), "<think>\n\n</think>\n\n"
+    asked = [{"role": "user", "content": "q"}]
+    record = {"messages": [*asked, {"role": "assistant", "content": "yo"}]}
+    for fields, given in (((), ""), ((("enable_thinking", True),), ""), ((("enable_thinking", False),), thought)):
+        made = load(folder, fields=fields)
+        (document,) = ChatEncoder(made).encode([record])
+        first = int(np.flatnonzero(document.token_weight)[0])
+        assert made.raw(document.tokens[first:].tolist()) == "yo<|im_end|>\n"
+        # A generation begins with the very tokens after which training had its targets.
+        assert document.tokens[:first].tolist() == made.chat(asked)
+        assert made.raw(made.chat(asked)).endswith(f"<|im_start|>assistant\n{given}")
+    off = load(folder, fields=(("enable_thinking", False),))
+    (document,) = ChatEncoder(off).encode([{**record, "enable_thinking": True}])  # the column of a record counts more
+    assert thought not in off.raw(document.tokens.tolist())
+    assert (
+        len(
+            {load(folder, fields=fields).digest() for fields in ((), (("enable_thinking", False),), (("enable_thinking", True),))}
+        )
+        == 3
+    )
+    for name in ("no_such", "tokenize"):
+        with pytest.raises(
+            UsageError, match=rf"data\.template_fields: the chat template of .*folder reads no {name}: leave it out"
+        ):
+            ChatEncoder(load(folder, fields=((name, True),))).encode([record])
+    with pytest.raises(ValueError, match=r"template_fields = .*: expected names such as enable_thinking, and not 'a b'"):
+        DataConfig(template_fields={"a b": 1})
+
+
+def test_a_generation_that_begins_otherwise_than_an_answer_in_training_is_told(tokenizer):
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yo"}]}
+    opens = chat_folders.CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    (line,) = ChatEncoder(tokenizer(opens)).notes(record)
+    assert "a generation begins otherwise than an answer in training: after ...'" in line
+    assert "<|im_start|>assistant\\n<think>\\n', and in training after ...'" in line
+    for template in (chat_folders.CHATML, chat_folders.MARKED, chat_folders.LLAMA, chat_folders.QWEN):
+        assert ChatEncoder(tokenizer(template)).notes(record) == []
