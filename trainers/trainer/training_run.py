@@ -328,6 +328,9 @@ class TrainingRun:
         name = None if saved is None else str(saved)
         # Kept: `evaluate` and `save_pretrained` then need no state from the caller.
         self.trainer.state = state
+        limit = self.arguments.max_num_steps
+        if reason is StopReason.END_OF_DATA and limit is not None:
+            note_from_host0(f"the data ended after {self.info.global_step} steps: max_num_steps = {limit} was not reached")
         self.trainer.output = TrainerOutput(state, self.parts.mesh, path, name, reason, metrics)
         self.parts.loaders.dataloader_train.close()
         self.trainer.assembly.forget_loaders()

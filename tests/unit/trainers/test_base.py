@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.programs.tiny import TableTask, numbers
-from tests.unit.training import FIXED, OneDevice, StopAt, assert_equal, flip_a_byte, losses, of, trainer
+from tests.programs.tiny import Numbers, TableTask, numbers
+from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError
+from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError, UsageError
 from trainers.protocol import TrainerProtocol
 from trainers.stop_reason import StopReason
 
@@ -280,3 +280,10 @@ class Counting:
     def __getattr__(self, name):
         self.names.add(name)
         return getattr(self.inner, name)
+
+
+def test_what_are_no_arguments_and_no_held_out_examples_is_said(tmp_path):
+    with pytest.raises(UsageError, match=r"the arguments are dict: expected TrainingArguments, which .*from_dict"):
+        BaseTrainer({"name": "run"})
+    with pytest.raises(UsageError, match="dataset_eval is generator, without a length or examples by index: expected a sequence"):
+        BaseTrainer(arguments(tmp_path), Numbers(96, 8), (example for example in ()))

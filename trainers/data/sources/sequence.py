@@ -79,5 +79,10 @@ def training_examples(data: Any, seed: int, *, shuffle: bool) -> Any:
 
 def held_out_examples(data: Any, num_training_examples: int) -> Any:
     """Returns the examples to evaluate on. Their ids come after those of the training: in a digest of samples they cannot be
-    taken for training samples."""
+    taken for training samples. Raises UsageError for what has no examples by index."""
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UsageError(
+            f"dataset_eval is {type(data).__name__}, without a length or examples by index: expected a sequence of examples, "
+            "such as list(...) of an iterable; configure_dataloaders may return an iterable of batches in its place"
+        )
     return data if getattr(data, "takes_any_index", False) else Numbered(data, num_training_examples)

@@ -27,7 +27,12 @@ def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
     weights as `init_from` (with `lora` they are its base) and its tokenizer as `data.tokenizer`, unless these name others. Of a
     model with images, its encoder is `vision`. Others are returned as they are. Raises ValueError that names what is not
-    understood."""
+    understood, and UsageError if they are none."""
+    if not isinstance(arguments, TrainingArguments):
+        raise UsageError(
+            f"the arguments are {type(arguments).__name__}: expected TrainingArguments, which "
+            "trainers.config.arguments.from_dict(TrainingArguments, {...}) makes of a dict"
+        )
     folder = arguments.model.pretrained
     if folder is None:
         return arguments

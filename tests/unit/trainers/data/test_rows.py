@@ -352,6 +352,8 @@ def test_a_stream_ends_training_when_it_ends_with_its_last_example(tmp_path, eve
     assert made.output.stop_reason is StopReason.END_OF_DATA
     assert int(state.batch_index) == 5
     assert made.output.metrics["samples"] == 70  # four whole batches and six rows
+    told = "the data ended after 5 steps: max_num_steps = 100 was not reached"
+    assert told in [event["message"] for event in of(events, "note")]
     assert "epoch" not in of(events, "metrics")[0]["metrics"]
 
 
