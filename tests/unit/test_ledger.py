@@ -48,6 +48,9 @@ def test_the_yardstick_of_a_slow_machine_makes_its_seconds_comparable(table, mon
     dear = lines(("tests/unit/test_b.py::test_it", False, 6.0))
     assert complaints(monkeypatch, dear, yardstick_s=1.0) == []
     assert len(complaints(monkeypatch, dear, yardstick_s=0.7)) == 1
+    # Of one that is more than 1.5 times slower, the ceilings are higher by the rest.
+    assert complaints(monkeypatch, lines(("tests/unit/test_b.py::test_it", False, 10.5)), yardstick_s=1.0) == []
+    assert len(complaints(monkeypatch, lines(("tests/unit/test_b.py::test_it", False, 11.0)), yardstick_s=1.0)) == 1
 
 
 def test_slow_tests_have_another_ceiling_than_those_of_every_commit(table, monkeypatch):
