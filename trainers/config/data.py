@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from trainers.config import mixture as mixtures
 from trainers.config.mixture import MixtureSource
@@ -29,7 +29,7 @@ class DataConfig(SourceConfig):
     template_date: str | None = None
     """The day that a chat template takes for today, as `2026-11-25`. A template that writes the day needs it: without it each day
     would give other tokens."""
-    template_fields: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    template_fields: Mapping[str, Any] = field(default_factory=dict)
     """What a chat template gets beside the messages, such as `{enable_thinking: false}`, in training and in generations; a column
     of that name counts more. An export's template has them for its defaults."""
     sequence_length: int = 256
@@ -75,8 +75,9 @@ class DataConfig(SourceConfig):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
         if self.template_date is not None and not _is_day(self.template_date):
             yield f"template_date = {self.template_date!r}: expected a day, such as 2026-11-25"
-        if wrong := [name for name in self.template_fields if not name.isidentifier()]:
-            yield f"template_fields = {dict(self.template_fields)}: expected names such as enable_thinking, and not {wrong[0]!r}"
+        for name, value in self.template_fields.items():
+            if not name.isidentifier() or not isinstance(value, bool | int | float | str):
+                yield f"template_fields.{name} = {value!r}: expected a name such as enable_thinking, and true, a number or a text"
         if self.tokenizer == "" or self.prepared == "":
             yield "tokenizer or prepared is empty: expected a path, or null"
         yield from too_small(self, 2, "sequence_length")

@@ -296,8 +296,9 @@ def test_the_switches_of_a_template_are_those_of_training_and_of_generations(tmp
             UsageError, match=rf"data\.template_fields: the chat template of .*folder reads no {name}: leave it out"
         ):
             ChatEncoder(load(folder, fields=((name, True),))).encode([record])
-    with pytest.raises(ValueError, match=r"template_fields = .*: expected names such as enable_thinking, and not 'a b'"):
-        DataConfig(template_fields={"a b": 1})
+    for name, value in (("a b", 1), ("enable_thinking", [1]), ("x", None)):
+        with pytest.raises(ValueError, match=rf"template_fields\.{name} = .*: expected a name such as enable_thinking, and true"):
+            DataConfig(template_fields={name: value})
 
 
 def test_a_generation_that_begins_otherwise_than_an_answer_in_training_is_told(tokenizer):
