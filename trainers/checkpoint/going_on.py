@@ -93,7 +93,7 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
 def rules_of(arguments: TrainingArguments) -> dict[str, int]:
     """Returns the rules that a run depends on. A checkpoint records them."""
     data = arguments.data
-    ours = data.dataset.startswith("trainers.") and (bool(data.mixture) or data.paths != DataConfig().paths)
+    ours = data.dataset.startswith("trainers.") and (bool(data.mixture) or data.paths != DataConfig.paths)
     rmsprop = arguments.optimizer.name == "rmsprop"
     return {rule: version for (rule, version), follows in zip(RULES.items(), (ours, rmsprop), strict=True) if follows}
 
