@@ -13,8 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
-from tests.unit.training import assert_equal, of, trainer
+from tests.unit.training import arguments, assert_equal, of
+from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face, hugging_face_out, tensor_files, weights
 from trainers.config import InitConfig, MeshConfig, ModelConfig
 from trainers.errors import CheckpointError
@@ -30,6 +32,11 @@ SETTINGS = {
     "previews": {"prompts": []},
     "evaluation": {"max_batches": 1},
 }
+
+
+def trainer(path, **changes):
+    made = arguments(path, **SETTINGS, **changes)
+    return BaseTrainer(made, *datasets(made))
 
 
 def shardings(parameters, axes=("fsdp", "tensor")):
@@ -247,7 +254,7 @@ def test_other_weights_have_another_digest(tmp_path):
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3", "gpt2"])
 @pytest.mark.slow("reads, writes and runs whole models")
 def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
-    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / name)})
+    made = trainer(tmp_path, model={"pretrained": str(PARITY / name)})
     made.train()
     config = made.arguments.model
     assert (config.vocab_size, config.pretrained) == (64, None)
@@ -286,7 +293,7 @@ def test_a_matrix_of_another_size_than_what_lies_in_it_is_named(tmp_path):
 def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
     from trainers.export import to_hugging_face
 
-    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / name)})
+    made = trainer(tmp_path, model={"pretrained": str(PARITY / name)})
     made.train()
     out = tmp_path / "out"
     to_hugging_face(made.output.checkpoint_path, out, max_file_bytes=max_bytes)
