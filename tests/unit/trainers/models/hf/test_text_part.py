@@ -10,10 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
+from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.trainers.models.hf.test_parity import with_weights
 from tests.unit.trainers.models.hf.test_vision_parity import assert_near
-from tests.unit.training import of, trainer
+from tests.unit.training import arguments, of
+from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face, weights
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import vision_config
@@ -106,7 +108,7 @@ def test_an_export_is_a_model_of_texts(tmp_path, events):
 
     begun = copied(tmp_path / "begun", load_file(FOLDER / "model.safetensors"))
     (begun / "preprocessor_config.json").write_text("{}")
-    made = trainer(
+    given = arguments(
         tmp_path / "run",
         task="trainers.tasks.causal_lm:CausalLMTask",
         max_num_steps=1,
@@ -115,6 +117,7 @@ def test_an_export_is_a_model_of_texts(tmp_path, events):
         evaluation={"max_batches": 1},
         model={"pretrained": str(begun)},
     )
+    made = BaseTrainer(given, *datasets(given))
     made.train()
     assert any("its encoder of images is left out" in event["message"] for event in of(events, "note"))
     to_hugging_face(made.output.checkpoint_path, tmp_path / "out")
