@@ -125,13 +125,18 @@ def expected_s(slow: Collection[str]) -> Callable[[str], float]:
     return of
 
 
+def slow_s(file: str) -> float:
+    """Returns what the slow tests of a file may cost."""
+    rows = rows_in_force(read_ceilings())
+    return max(0.0, rows.get(f"{file}: all", 0.0) - rows.get(f"{file}: fast", 0.0))
+
+
 def parts(files: Iterable[str], budget_s: float) -> list[list[str]]:
     """Deals files of tests into as many parts as it takes for the slow tests of each to cost about the budget, or less."""
-    rows = read_ceilings()["files"]
-    seconds = {file: rows[file]["all"] - rows[file].get("fast", 0.0) for file in files if "all" in rows.get(file, {})}
+    seconds = {file: slow_s(file) for file in files}
     number = max(1, math.ceil(sum(seconds.values()) / budget_s))
     dealt: list[list[str]] = [[] for _ in range(number)]
-    for index, file in enumerate(sorted(files, key=lambda file: (-seconds.get(file, 0.0), file))):
+    for index, file in enumerate(sorted(files, key=lambda file: (-seconds[file], file))):
         lap, place = divmod(index, number)
         dealt[number - 1 - place if lap % 2 else place].append(file)
     return dealt

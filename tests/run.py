@@ -84,7 +84,9 @@ def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, 
 
 def affordable(chosen: Sequence[str], changed: Sequence[str], turn: int) -> list[str]:
     """Returns the files of tests that have their turn, and those that have themselves been changed."""
-    parts = costs.parts(chosen, SLOW_BUDGET_S)
+    edited = {*changed} & {*chosen}
+    left_s = max(SLOW_BUDGET_S / 3, SLOW_BUDGET_S - sum(map(costs.slow_s, edited)))
+    parts = costs.parts([file for file in chosen if file not in edited], left_s)
     if len(parts) > 1:
         part = f"part {turn % len(parts) + 1} of {len(parts)}"
         print(
@@ -92,7 +94,7 @@ def affordable(chosen: Sequence[str], changed: Sequence[str], turn: int) -> list
             "`make test-all` runs all, and tests/proved.toml then names the commit",
             flush=True,
         )
-    return sorted({*parts[turn % len(parts)], *(file for file in changed if file in chosen)})
+    return sorted({*parts[turn % len(parts)], *edited})
 
 
 def run_pytest(selection: Sequence[str], num_workers: int, options: Sequence[str]) -> int:

@@ -274,6 +274,8 @@ def _with_end(tokenizer: FolderTokenizer, text: str, stop: int, found: Rendered,
         return stop
     after = np.flatnonzero((starts >= stop) & (stops > starts)).tolist()
     special = next((place for place in after if tokens[place] in special_ids), None)
+    if special is not None and tokens[special] in tokenizer.encode_rendered(tokenizer.opening).tokens[:1]:
+        return stop  # it begins the next message
     # White space between what was written and the end of the turn is written by the model, too.
     return int(stops[special]) if special is not None and not text[stop : starts[special]].strip() else stop
 

@@ -97,6 +97,7 @@ def turns(template: Template, conversation: Conversation, text: str) -> list[Tur
     if all(is_plain(conversation.messages[index]) for index in conversation.answers):
         return _contents(template, conversation, text)
     found = [_written(template, conversation, index, text) for index in conversation.answers]
+    check_written(template, conversation, text)
     for one, other in pairwise(found):
         if one.stop > other.start:
             raise DataError(
@@ -282,13 +283,16 @@ def texts_of(message: Message) -> Iterator[tuple[str, str]]:
 
 def after_a_turn(template: Template) -> tuple[str, str] | None:
     """Returns (what follows the last turn of the assistant, what follows one before a message of the user); None if the template
-    takes no such conversation."""
+    takes no such conversation, or changes it."""
     ask, answer, more = (sentinel_of("", number) for number in range(3))
     messages = [{ROLE: USER, CONTENT: ask}, {ROLE: ASSISTANT, CONTENT: answer}, {ROLE: USER, CONTENT: more}]
     try:
-        last, between = (template.render(messages[:number], fields={}).partition(answer)[2] for number in (2, 3))
+        texts = [template.render(messages[:number], fields={}) for number in (2, 3)]
     except Exception:
         return None
+    if any(answer not in text for text in texts):  # it changes what is said
+        return None
+    last, between = (text.partition(answer)[2] for text in texts)
     return last, between.partition(more)[0]
 
 

@@ -309,3 +309,13 @@ def test_a_generation_that_begins_otherwise_than_an_answer_in_training_is_told(t
     assert "<|im_start|>assistant\\n<think>\\n', and in training after ...'" in line
     for template in (chat_folders.CHATML, chat_folders.MARKED, chat_folders.LLAMA, chat_folders.QWEN):
         assert ChatEncoder(tokenizer(template)).notes(record) == []
+
+
+def test_a_content_that_is_dropped_beside_a_call_that_has_its_text_is_refused(tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}{{ m.tool_calls[0].name }}"
+        "{{ m.tool_calls[0].arguments | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    answer = {"role": "assistant", "content": "look", "tool_calls": [{"name": "look", "arguments": {"n": 0}}]}
+    with pytest.raises(DataError, match="does not write the content of message 1 as it is: 'look'"):
+        encoded(tokenizer(template), [{"role": "user", "content": "q"}, answer])
