@@ -125,15 +125,15 @@ def expected_s(slow: Collection[str]) -> Callable[[str], float]:
     return of
 
 
-def slow_s(file: str) -> float:
-    """Returns what the slow tests of a file may cost."""
+def slow_s(files: Iterable[str]) -> dict[str, float]:
+    """Returns what the slow tests of each file may cost."""
     rows = rows_in_force(read_ceilings())
-    return max(0.0, rows.get(f"{file}: all", 0.0) - rows.get(f"{file}: fast", 0.0))
+    return {file: max(0.0, rows.get(f"{file}: all", 0.0) - rows.get(f"{file}: fast", 0.0)) for file in files}
 
 
 def parts(files: Iterable[str], budget_s: float) -> list[list[str]]:
     """Deals files of tests into as many parts as it takes for the slow tests of each to cost about the budget, or less."""
-    seconds = {file: slow_s(file) for file in files}
+    seconds = slow_s(files)
     number = max(1, math.ceil(sum(seconds.values()) / budget_s))
     dealt: list[list[str]] = [[] for _ in range(number)]
     for index, file in enumerate(sorted(files, key=lambda file: (-seconds[file], file))):

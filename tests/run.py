@@ -85,7 +85,7 @@ def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, 
 def affordable(chosen: Sequence[str], changed: Sequence[str], turn: int) -> list[str]:
     """Returns the files of tests that have their turn, and those that have themselves been changed."""
     edited = {*changed} & {*chosen}
-    left_s = max(SLOW_BUDGET_S / 3, SLOW_BUDGET_S - sum(map(costs.slow_s, edited)))
+    left_s = max(SLOW_BUDGET_S / 3, SLOW_BUDGET_S - sum(costs.slow_s(edited).values()))
     parts = costs.parts([file for file in chosen if file not in edited], left_s)
     if len(parts) > 1:
         part = f"part {turn % len(parts) + 1} of {len(parts)}"

@@ -63,7 +63,7 @@ def test_five_changes_in_a_row_run_all_slow_tests_whatever_they_change():
 
 
 def test_a_change_that_reaches_more_than_one_run_can_carry_is_run_in_parts_that_have_all(capsys):
-    slow = {file: costs.slow_s(file) for file in reach.test_files()}
+    slow = costs.slow_s(reach.test_files())
     number = len(costs.parts(reach.test_files(), run.SLOW_BUDGET_S))
     turns = [run.affordable(reach.test_files(), (), turn) for turn in range(number)]
     assert sorted(file for turn in turns for file in turn) == reach.test_files()

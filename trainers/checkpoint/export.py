@@ -126,15 +126,15 @@ def to_hugging_face(
     def write_others(work: Path) -> None:
         assets.copy_into(work, checkpoint)
         carried.reset_tokenizer(work)
+        read = _tokenizer_of(work, meta)
         # After the assets: none of their files takes the place of the model's own.
-        found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
+        found = (_original(work, config, about) or about | _ends(read, about)) | _class_names(work)
         if isinstance(config, ModelConfig):
             # It belongs to a model with images, of which this is the decoder.
             copied = work / PREPROCESSOR_FILE
             ours.delete(copied, ours.among("a copy that was just made", [copied]))
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
-        _write_template(work, meta["arguments"]["data"].get("template_fields", {}))
-        _write_generation(work)
+        _write_generation(work, read)
         hugging_face_out.write_index(work, files)
 
     def write(work: Path) -> None:
@@ -208,10 +208,9 @@ def _context_of(checkpoint: Folder, meta: Mapping[str, Any]) -> int:
     return known if known and data["packing"] is not None else max(data["sequence_length"], known)
 
 
-def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns which tokens of the tokenizer in the folder begin and end a text, for a `config.json` that does not say it; {} if
-    there is no tokenizer."""
-    read = _tokenizer_in(folder)
+def _ends(read: Tokenizer | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which tokens of the tokenizer begin and end a text, for a `config.json` that does not say it; {} if there is no
+    tokenizer."""
     if about.get("eos_token_id", -1) is not None or read is None:
         return {}
     begin, ends = read.begin, read.stop_ids()
@@ -221,10 +220,9 @@ def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_generation(folder: Path) -> None:
+def _write_generation(folder: Path, read: Tokenizer | None) -> None:
     """Writes into the `generation_config.json` of an export all that ends a text or a turn of the assistant, as the training and
     generations here have it: the base that the run began with may know another end alone."""
-    read = _tokenizer_in(folder)
     if read is None:
         return
     path = folder / GENERATION_FILE
@@ -236,23 +234,19 @@ def _write_generation(folder: Path) -> None:
         path.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _write_template(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Writes the chat template of an export with what the run gave it for defaults (`data.template_fields`)."""
+def _tokenizer_of(folder: Path, meta: Mapping[str, Any]) -> Tokenizer | None:
+    """Returns the tokenizer in the folder of an export; None if there is none. Its chat template is written there with what the
+    run gave it for defaults (`data.template_fields`)."""
     from trainers.text import tokenizers, turns
 
-    read = _tokenizer_in(folder) if fields else None
-    if isinstance(read, tokenizers.FolderTokenizer):
-        (folder / TEMPLATE_FILE).write_text(turns.with_fields(read.own_template(), fields))
-
-
-def _tokenizer_in(folder: Path) -> Tokenizer | None:
     # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
-    from trainers.text import tokenizers
-
-    if (folder / "tokenizer_config.json").is_file():
-        return tokenizers.FolderTokenizer(str(folder))
     alone = folder / "tokenizer.json"
-    return tokenizers.FileTokenizer(str(alone)) if alone.is_file() else None
+    if not (folder / "tokenizer_config.json").is_file():
+        return tokenizers.FileTokenizer(str(alone)) if alone.is_file() else None
+    if fields := meta["arguments"]["data"].get("template_fields"):
+        own = tokenizers.FolderTokenizer(str(folder)).own_template()
+        (folder / TEMPLATE_FILE).write_text(turns.with_fields(own, fields))
+    return tokenizers.FolderTokenizer(str(folder))
 
 
 def _class_names(folder: Path) -> dict[str, Any]:
@@ -280,8 +274,7 @@ def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) 
         assets.copy_into(work, checkpoint)
         carried.reset_tokenizer(work)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-        _write_template(work, meta["arguments"]["data"].get("template_fields", {}))
-        _write_generation(work)
+        _write_generation(work, _tokenizer_of(work, meta))
         _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 
     _write_atomically(out, write, replace=replace)

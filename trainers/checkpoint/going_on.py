@@ -12,6 +12,7 @@ from trainers.checkpoint.standing import Folder
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
+from trainers.config.source import RULES_OF_RECORDS
 from trainers.errors import UsageError
 from trainers.storage.documents import StorageError
 
@@ -43,9 +44,8 @@ PIECES = "pieces."
 differ in it."""
 SHOWN = 8
 RECORDS = "how records become tokens"
-RULES = {RECORDS: 2, "what optimizer.name = 'rmsprop' does with optimizer.eps": 2}
-"""What a run computes beside its settings: a version of each rule, one more for each change. The first rule is in the digests of
-encoders too (`trainers.data.chat.digest_of`)."""
+RULES = {RECORDS: RULES_OF_RECORDS, "what optimizer.name = 'rmsprop' does with optimizer.eps": 2}
+"""What a run computes beside its settings: a version of each rule, one more for each change."""
 
 
 @dataclass(frozen=True)

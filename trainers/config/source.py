@@ -8,6 +8,9 @@ from typing import Literal
 
 from trainers.config.section import Section, require_none
 
+RULES_OF_RECORDS = 2
+"""The version of how records become tokens: one more at each change. Checkpoints and the digests of encoders have it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig(Section):

@@ -11,24 +11,33 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.config.source import RULES_OF_RECORDS
 from trainers.data.documents import Document, Record, check_all_read
 from trainers.data.messages import Chat, chat_of, leave_out, prompt_and_completion
 from trainers.data.tool_calls import with_arguments
 from trainers.errors import DataError, UsageError
 from trainers.text import tokenizers, turns
-from trainers.text.tokenizers import NO_TEMPLATE, FolderTokenizer, Rendered, Tokenizer
+from trainers.text.tokenizers import NO_TEMPLATE, FolderTokenizer, Tokenizer
 from trainers.text.turns import CONTENT, ROLE, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""
-RULES = 2
-"""Which version of how a record becomes tokens this is (`trainers.checkpoint.going_on.RULES`): one more at each change."""
 SHOWN, SHOWN_OF_RECORD = 40, 200
 ANOTHER_DAY = date(2001, 2, 3)
+
+
+class Placed(NamedTuple):
+    """The tokens of a text, and the characters of each."""
+
+    tokens: list[int]
+    starts: np.ndarray
+    """int64[N]"""
+    stops: np.ndarray
+    """int64[N]: the one after the last."""
 
 
 class ChatEncoder:
@@ -195,7 +204,8 @@ def _tokens(tokenizer: FolderTokenizer, chat: Conversation) -> tuple[list[int], 
             f"the chat template of {tokenizer.source} does not write {', '.join(each.what for each in found)}: give a template "
             "that does, or " + (leave_out(names) if names else "records without it")
         )
-    whole = tokenizer.encode_rendered(text)
+    found_tokens, offsets = tokenizer.encode_rendered(text)
+    whole = Placed(found_tokens, *np.array(offsets, np.int64).reshape(-1, 2).T)
     has_marks = tokenizer.has_marks(chat.fields)
     pieces = _marked(tokenizer, chat, text) if has_marks else _by_turns(tokenizer, chat, text, whole)
     return whole.tokens, [_inside(tokenizer, whole, *piece)[0] for piece in pieces]
@@ -233,7 +243,7 @@ def _marked(tokenizer: FolderTokenizer, chat: Conversation, text: str) -> list[t
     return pieces
 
 
-def _by_turns(tokenizer: FolderTokenizer, chat: Conversation, text: str, found: Rendered) -> list[tuple[int, int]]:
+def _by_turns(tokenizer: FolderTokenizer, chat: Conversation, text: str, found: Placed) -> list[tuple[int, int]]:
     """Returns where the text has each turn of the assistant, with what ends it: from where the answer of a generation begins."""
     opening = turns.opening_of(tokenizer, chat.fields) if chat.fields else tokenizer.opening
     places, before = [], 0
@@ -250,23 +260,22 @@ def _by_turns(tokenizer: FolderTokenizer, chat: Conversation, text: str, found: 
     return places
 
 
-def _inside(tokenizer: FolderTokenizer, found: Rendered, start: int, stop: int) -> tuple[slice, list[int]]:
+def _inside(tokenizer: FolderTokenizer, found: Placed, start: int, stop: int) -> tuple[slice, list[int]]:
     """Returns (the place of the tokens of a piece of the text, the tokens)."""
-    starts, stops = np.array(found.offsets, np.int64).reshape(-1, 2).T
     inside = [
         int(place)
-        for place in np.flatnonzero((starts < stop) & (stops > start))
+        for place in np.flatnonzero((found.starts < stop) & (found.stops > start))
         # A special token that takes the white space behind it stands before the piece all the same.
-        if starts[place] >= start or found.tokens[place] not in tokenizer.special_ids
+        if found.starts[place] >= start or found.tokens[place] not in tokenizer.special_ids
     ]
     place = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
     return place, found.tokens[place]
 
 
-def _with_end(tokenizer: FolderTokenizer, text: str, stop: int, found: Rendered, *, is_last: bool) -> int:
+def _with_end(tokenizer: FolderTokenizer, text: str, stop: int, found: Placed, *, is_last: bool) -> int:
     """Returns where a turn with its end stops: after the text that ends each turn, or after the special token that follows what
     was written. It stops at `stop` if there is no end."""
-    tokens, (starts, stops) = found.tokens, np.array(found.offsets, np.int64).reshape(-1, 2).T
+    tokens, starts, stops = found
     end, special_ids = tokenizer.end_of_turn, tokenizer.special_ids
     if end and text.startswith(end, stop):
         return stop + len(end)
@@ -274,7 +283,7 @@ def _with_end(tokenizer: FolderTokenizer, text: str, stop: int, found: Rendered,
         return stop
     after = np.flatnonzero((starts >= stop) & (stops > starts)).tolist()
     special = next((place for place in after if tokens[place] in special_ids), None)
-    if special is not None and tokens[special] in tokenizer.encode_rendered(tokenizer.opening).tokens[:1]:
+    if special is not None and tokens[special] == tokenizer.opening_id:
         return stop  # it begins the next message
     # White space between what was written and the end of the turn is written by the model, too.
     return int(stops[special]) if special is not None and not text[stop : starts[special]].strip() else stop
@@ -304,4 +313,4 @@ def with_template(tokenizer: Tokenizer) -> FolderTokenizer:
 
 
 def digest_of(kind: str, tokenizer: Tokenizer, *settings: str) -> str:
-    return hashlib.sha256(json.dumps([kind, RULES, tokenizer.digest(), *settings]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([kind, RULES_OF_RECORDS, tokenizer.digest(), *settings]).encode()).hexdigest()

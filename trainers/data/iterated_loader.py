@@ -124,7 +124,6 @@ class IteratedLoader:
             except StopIteration:
                 break
             self._kept.append(self._checked(drawn, stream.position - 1))
-            check_numbers(self._kept[-1], self.ids)
         if stream.position - first > KEPT_BATCHES:
             self.note(
                 f"the loader of batches cannot be positioned: {stream.position - first - 1} batches were drawn and dropped to "
@@ -148,6 +147,7 @@ class IteratedLoader:
         first_id = k * self.global_batch_size + self.host * self.num_rows
         ids = (first_id + np.arange(rows, dtype=np.int64)) % np.iinfo(np.int32).max
         batch = {"weight": np.ones(rows, np.float32), "sample_id": ids.astype(np.int32), **batch}
+        check_numbers(batch, self.ids)
         if rows == self.num_rows:
             return batch
         # Filled up with the first row: its weight is 0, but its values must be ordinary ones.

@@ -58,7 +58,7 @@ def messages_of(record: Record, column: str) -> list[Mapping[str, Any]]:
                 f"column {column!r}: message {index} is {shown(json.dumps(message, default=str))}: expected a mapping with the "
                 "texts role and content"
             )
-        if message[ROLE] not in ROLES_OF_OTHERS | {ASSISTANT}:
+        if message[ROLE] != ASSISTANT and message[ROLE] not in ROLES_OF_OTHERS:
             raise DataError(
                 f"column {column!r}: message {index} is of role {message[ROLE]!r}: expected {ASSISTANT}, whose messages are the "
                 f"targets, or one of {', '.join(sorted(ROLES_OF_OTHERS))}; rename it in the data"

@@ -328,6 +328,11 @@ class FolderTokenizer:
         return turns.opening_of(self)
 
     @cached_property
+    def opening_id(self) -> int | None:
+        """The first token of `opening`; None if there is none."""
+        return next(iter(self.encode_rendered(self.opening).tokens), None)
+
+    @cached_property
     def end_of_turn(self) -> str | None:
         """The text that ends each turn of the assistant, up to its first special token; "" if the template writes none, and None
         if it does not tell."""
