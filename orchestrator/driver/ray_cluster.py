@@ -7,12 +7,14 @@ is in the environment of Ray's processes, which only their user can read; no fil
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +27,7 @@ from orchestrator.driver import head
 from orchestrator.driver.ray_train import SETTINGS
 
 AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
+AGENT_TIMEOUT = "RAY_agent_register_timeout_ms"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Lets Ray use the loopback address. Despite its name the variable applies on Linux too. Without it Ray replaces 127.0.0.1 by
 another address of the machine wherever it is given."""
@@ -33,6 +36,12 @@ RUN_OF_JOB = "job_name"
 ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
 """Processes that Ray starts beside the cluster of one machine, and waits for: the server of the dashboard, which runs without a
 dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""
+PORTS_OF_AGENTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+"""The ports on which the two agents of a node listen, by Ray's own names."""
+SAME_FOR_ALL_RAYS = 52365
+"""Ray's default for the last of them: of two Rays on a machine, the agent of the second could not listen."""
+START_LIMIT_S = 180.0
+"""So long may a node need to register with Ray, and its agents to answer it. Ray's own limits are 30 s."""
 SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
 """Ray's own messages about lost nodes and workers, each with a long stack. The console shows an incident instead."""
 
@@ -69,7 +78,8 @@ def connect(config: JobConfig) -> bool:
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
     folder = os.path.join(private_folder(), "ray")
     # "local": otherwise Ray would join a cluster that somebody else has started on this machine.
-    with without_helpers(() if config.driver.dashboard else ASKED_BY_NOBODY), in_a_session():
+    helpers = () if config.driver.dashboard else ASKED_BY_NOBODY
+    with without_helpers(helpers), in_a_session(), patient_with_agents(START_LIMIT_S):
         try:
             ray.init(
                 "local",
@@ -80,7 +90,7 @@ def connect(config: JobConfig) -> bool:
                 logging_level=logging.WARNING,
                 _temp_dir=folder,
             )
-        except Exception as error:  # Ray raises all kinds: `Exception` itself if a busy machine needs more than its 30 s
+        except Exception as error:  # Ray raises all kinds: `Exception` itself if its node does not register
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise head.ClusterError(
                 f"Ray did not start on this machine: {why} Is it busy, or out of memory? Its logs are in "
@@ -97,39 +107,73 @@ def named_after(config: JobConfig) -> Any:
 
 
 @contextlib.contextmanager
-def without_helpers(names: Sequence[str]) -> Iterator[None]:
+def _replaced(owner: Any, **new: Any) -> Iterator[None]:
+    """Replaces what Ray has no setting for. A name that is private may go with a new version: it is not missed then."""
+    before = {name: getattr(owner, name) for name in new if hasattr(owner, name)}
+    try:
+        for name in before:
+            setattr(owner, name, new[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def without_helpers(names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Lets `ray.init` leave out these processes, which are named by the methods of Ray's own class that start them."""
     from cluster.ray_internals import Node
 
-    # Private, and there is no setting for it: a method that is not there any more is not missed.
-    before = {name: getattr(Node, name) for name in names if hasattr(Node, name)}
-    try:
-        for name in before:
-            setattr(Node, name, lambda *_, **__: None)
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
+    return _replaced(Node, **dict.fromkeys(names, lambda *_, **__: None))
 
 
-@contextlib.contextmanager
-def in_a_session() -> Iterator[None]:
+def in_a_session() -> contextlib.AbstractContextManager[None]:
     """Lets the processes that `ray.init` starts be in a session of their own. A signal to the process group of the command, as
     from `timeout`, a batch system or a terminal, is for the command: it still needs Ray to save the state."""
     from cluster.ray_internals import services
 
-    # Private, and there is no setting for it. Of `Popen`, the one that Ray uses for its own processes.
-    before = services.ConsolePopen
+    # Of `Popen`, the one that Ray uses for its own processes.
+    return _replaced(services, ConsolePopen=functools.partial(services.ConsolePopen, start_new_session=True))
 
-    class InASession(before):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **named: Any):
-            super().__init__(*args, **named, start_new_session=True)
 
-    services.ConsolePopen = InASession  # type: ignore[misc]
-    try:
+@contextlib.contextmanager
+def patient_with_agents(limit_s: float) -> Iterator[None]:
+    """Lets this process start Ray nodes on a machine so busy that Ray's agents need long.
+
+    A raylet waits until both agents have written the ports that they found. It aborts after 15 s, which no setting changes, and
+    all that `ray.init` tells of it is its own limit of 30 s. Here the ports are found before: nothing waits for the agents, and
+    a start takes a third less time, too. See https://github.com/ray-project/ray/issues/65983.
+    """
+    from cluster.agent.machine import free_port
+    from cluster.ray_internals import DASHBOARD_AGENT_LISTEN_PORT_NAME, Node, persist_port, services
+
+    start_raylet, get_node = Node.start_raylet, services.get_node
+    raylets: dict[str, Any] = {}
+
+    def with_ports(node: Any, *arguments: Any, **named: Any) -> None:
+        for name in PORTS_OF_AGENTS:
+            if getattr(node._ray_params, name) in (None, 0, SAME_FOR_ALL_RAYS):
+                setattr(node._ray_params, name, free_port())
+        # The one port that a raylet is not told: it waits for the file in which the agent writes it.
+        persist_port(
+            node.get_session_dir_path(), node.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, node.dashboard_agent_listen_port
+        )
+        start_raylet(node, *arguments, **named)
+        raylets[node.node_id] = node.all_processes["raylet"][0].process
+
+    def get_node_at_last(address: str, node_id: str) -> Any:
+        end_s = time.monotonic() + limit_s
+        while True:
+            try:
+                return get_node(address, node_id)
+            except RuntimeError:
+                if node_id in raylets and (status := raylets[node_id].poll()) is not None:
+                    raise OSError(f"its raylet ended with status {status}; raylet.err says why.") from None
+                if time.monotonic() > end_s:
+                    raise
+
+    os.environ.setdefault(AGENT_TIMEOUT, str(int(limit_s * 1000)))
+    with _replaced(Node, start_raylet=with_ports), _replaced(services, get_node=get_node_at_last):
         yield
-    finally:
-        services.ConsolePopen = before  # type: ignore[misc]
 
 
 def head_address() -> str:

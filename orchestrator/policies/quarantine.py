@@ -7,19 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from orchestrator.failures.classify import FailureKind
+from orchestrator.failures.classify import MACHINE, FailureKind
 from orchestrator.failures.history import PastFailure
 from trainers.config.section import Section, require
 
-HOSTS_FAULT = frozenset(
-    {
-        FailureKind.PROCESS_CRASH,
-        FailureKind.HOST_LOST,
-        FailureKind.HANG,
-        FailureKind.DEVICE_ERROR,
-        FailureKind.RUNTIME_ERROR,
-    }
-)
+HOSTS_FAULT = MACHINE
 """Kinds that count against the host. Errors of the program, a lost coordinator or a preemption could happen on any host."""
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from orchestrator.driver.ray_cluster import authentication_of
+from orchestrator.driver.ray_cluster import AGENT_TIMEOUT, authentication_of
 from orchestrator.run_state.launch import read_gang
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
@@ -30,6 +30,11 @@ assert ray.nodes()
 """
 
 
+LATE_AGENTS = """
+import pathlib, time
+command = pathlib.Path("/proc/self/cmdline").read_text()
+time.sleep(45 if "dashboard/agent.py" in command or "runtime_env/agent/main.py" in command else 0)
+"""
 SECRET = "c4n4ry-of-a-user"
 
 
@@ -92,6 +97,16 @@ def test_a_run_on_one_machine_is_closed_to_others(tmp_path):
     assert holding(SECRET, tmp_path) == [tmp_path / "tiny.yaml"]
     assert holding(SECRET, rays_folder) == []
     assert open_to_other_users(folder) == []
+
+
+def test_ray_starts_where_its_agents_need_longer_than_it_waits_for_them(tmp_path):
+    """Its limits of 15 s for what they write, and of 30 s for their answer, cannot be set: on a busy machine no run began."""
+    (tmp_path / "sitecustomize.py").write_text(LATE_AGENTS)
+    path = configuration(tmp_path, max_num_steps=20)
+    command = [sys.executable, "-m", "orchestrator.run", path]
+    env = {name: value for name, value in os.environ.items() if name != AGENT_TIMEOUT} | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def holding(secret, folder):

@@ -41,6 +41,14 @@ CLUSTER_ENV = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+START = """
+from ray.scripts.scripts import main
+
+from orchestrator.driver.ray_cluster import START_LIMIT_S, patient_with_agents
+
+with patient_with_agents(START_LIMIT_S):
+    main()
+"""
 ASK = """
 import json, sys, ray
 from ray.util import list_named_actors, placement_group_table
@@ -174,7 +182,7 @@ class Cluster:
     def _start(self, arguments: Sequence[str], space: str | None, about: FakeNode) -> None:
         number = self._num_started
         self._num_started += 1
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *arguments]
+        command = [sys.executable, "-c", START, "start", "--block", "--num-cpus=1", *arguments]
         command.append(f"--temp-dir={self._folder_of(number)}")
         command.append("--include-log-monitor=false")  # it looks ten times a second on each node for what no driver here prints
         if about.resources:

@@ -103,18 +103,15 @@ def judge_twice(first: Evidence, second: Evidence, where: Mapping[str, str]) -> 
     diff = difference(first, second)
     if diff is None:
         return Finding(claim, True)
-    if diff.what == "data":
-        text = (
-            f"data: {diff.text} between two undisturbed runs: a batch is not a pure function of (seed, batch index). Look at "
-            f"data.dataset = {where['dataset']}: randomness without the seed, the clock, the order of files or threads"
-        )
-        return Finding(claim, False, text, "data")
-    text = (
-        f"step: {diff.text} between two undisturbed runs on the same batches. Look at task = {where['task']} and "
+    return _at_fault(
+        claim,
+        diff,
+        data="between two undisturbed runs: a batch is not a pure function of (seed, batch index). Look at "
+        f"data.dataset = {where['dataset']}: randomness without the seed, the clock, the order of files or threads",
+        step=f"between two undisturbed runs on the same batches. Look at task = {where['task']} and "
         f"trainer = {where['trainer']}: randomness that is not of (seed, step), the clock, the host's name; or operations of "
-        "the device that are not deterministic"
+        "the device that are not deterministic",
     )
-    return Finding(claim, False, text, "step")
 
 
 def judge_resumed(plain: Evidence, killed: Evidence, where: Mapping[str, str]) -> Finding:
@@ -126,18 +123,15 @@ def judge_resumed(plain: Evidence, killed: Evidence, where: Mapping[str, str]) -
     diff = difference(plain, killed)
     if diff is None:
         return Finding(claim, True, f"resumed from step {resumed[0]}")
-    if diff.what == "data":
-        text = (
-            f"data: {diff.text} after the run was resumed from step {resumed[0]}: what a batch holds depends on what the "
-            f"process did before. Look at data.dataset = {where['dataset']}: state in it, such as an iterator or a counter"
-        )
-        return Finding(claim, False, text, "data")
-    text = (
-        f"restore: {diff.text} after the run was resumed from step {resumed[0]}, on the same batches: something that training "
-        f"depends on is not in the state that is saved. Look at trainer = {where['trainer']} and task = {where['task']}: "
-        "attributes that change while training, of the trainer, the task or its callbacks"
+    return _at_fault(
+        claim,
+        diff,
+        data=f"after the run was resumed from step {resumed[0]}: what a batch holds depends on what the process did before. Look "
+        f"at data.dataset = {where['dataset']}: state in it, such as an iterator or a counter",
+        restore=f"after the run was resumed from step {resumed[0]}, on the same batches: something that training depends on is "
+        f"not in the state that is saved. Look at trainer = {where['trainer']} and task = {where['task']}: attributes that "
+        "change while training, of the trainer, the task or its callbacks",
     )
-    return Finding(claim, False, text, "restore")
 
 
 def judge_resized(plain: Evidence, resized: Evidence, tolerance: float, where: Mapping[str, str]) -> Finding:
@@ -168,9 +162,14 @@ def judge_replayed(resized: Evidence, replayed: Evidence, where: Mapping[str, st
     diff = difference(resized, replayed)
     if diff is None:
         return Finding(claim, True)
-    at_fault = "data" if diff.what == "data" else "restore"
-    look = where["dataset"] if diff.what == "data" else where["trainer"]
-    return Finding(claim, False, f"{at_fault}: {diff.text} between a resized run and its replay. Look at {look}", at_fault)
+    between = "between a resized run and its replay. Look at"
+    return _at_fault(claim, diff, data=f"{between} {where['dataset']}", restore=f"{between} {where['trainer']}")
+
+
+def _at_fault(claim: str, diff: Difference, **why: str) -> Finding:
+    """The finding of two runs that differ. The data are at fault if they differ, else what the other reason is named by."""
+    what = next(name for name in why if (name == "data") == (diff.what == "data"))
+    return Finding(claim, False, f"{what}: {diff.text} {why[what]}", what)
 
 
 def _hosts(evidence: Evidence) -> str:

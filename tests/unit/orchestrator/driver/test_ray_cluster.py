@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -92,6 +93,53 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_only_that():
     finally:
         process.communicate(b"\n")
     assert services.ConsolePopen is before
+
+
+ID = "ab" * 28
+
+
+class Params(SimpleNamespace):
+    metrics_agent_port = metrics_export_port = None
+    runtime_env_agent_port, dashboard_agent_listen_port = 0, ray_cluster.SAME_FOR_ALL_RAYS
+
+
+@pytest.mark.parametrize("status", [None, -6])
+def test_a_node_has_ports_for_its_agents_and_is_waited_for_while_its_raylet_lives(tmp_path, monkeypatch, status):
+    from ray._private import services
+    from ray._private.node import Node
+
+    started = SimpleNamespace(process=SimpleNamespace(poll=lambda: status))
+    monkeypatch.setattr(Node, "start_raylet", lambda node: node.all_processes.update(raylet=[started]))
+    monkeypatch.setattr(services, "get_node", mock.Mock(side_effect=[RuntimeError("not yet")] * 3 + ["registered"]))
+    before = Node.start_raylet, services.get_node
+    monkeypatch.setenv(ray_cluster.AGENT_TIMEOUT, "")
+    del os.environ[ray_cluster.AGENT_TIMEOUT]
+    node = object.__new__(Node)
+    node._node_id, node._session_dir, node.all_processes = ID, str(tmp_path), {}
+    node._ray_params = Params(metrics_export_port=1234)
+    with ray_cluster.patient_with_agents(limit_s=600):
+        assert os.environ[ray_cluster.AGENT_TIMEOUT] == "600000"
+        node.start_raylet()
+        ports = [getattr(node._ray_params, name) for name in ray_cluster.PORTS_OF_AGENTS]
+        assert ports[1] == 1234
+        assert len({*ports, 0, ray_cluster.SAME_FOR_ALL_RAYS}) == len(ports) + 2
+        assert [path.read_text() for path in tmp_path.iterdir()] == [str(ports[-1])]
+        if status is None:
+            assert services.get_node("address", ID) == "registered"
+        else:
+            with pytest.raises(OSError, match=r"^its raylet ended with status -6; raylet\.err says why\.$"):
+                services.get_node("address", ID)
+    assert (Node.start_raylet, services.get_node) == before
+
+
+def test_a_node_that_does_not_register_is_waited_for_no_longer_than_said(monkeypatch):
+    from ray._private import services
+
+    monkeypatch.setattr(services, "get_node", mock.Mock(side_effect=RuntimeError("not yet")))
+    monkeypatch.setenv(ray_cluster.AGENT_TIMEOUT, "5000")  # the user's own
+    with ray_cluster.patient_with_agents(limit_s=0.01), pytest.raises(RuntimeError, match="not yet"):
+        services.get_node("address", "of another process")
+    assert os.environ[ray_cluster.AGENT_TIMEOUT] == "5000"
 
 
 def test_rays_page_of_jobs_has_the_name_of_the_run(monkeypatch):
