@@ -8,7 +8,7 @@ from typing import NamedTuple
 SYSTEM = frozenset(
     (
         *("loss", "mean_loss", "perplexity", "accuracy", "z_loss", "load_balancing_loss", "router_z_loss", "busiest_expert"),
-        *("router_entropy", "grad_norm", "learning_rate", "skipped_batches", "loss_scale", "epoch"),
+        *("router_entropy", "grad_norm", "learning_rate", "skipped_batches", "loss_scale", "lost_updates", "epoch"),
         *("tokens", "samples", "total_tokens", "total_samples", "total_skipped_examples", "cut_examples"),
         *("packing_efficiency", "overlong_documents", "lost_tokens"),
         *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "flops_per_token"),

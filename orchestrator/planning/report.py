@@ -213,7 +213,9 @@ def _device_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     """What is in the memory of a device, and of its host."""
     lines: dict[str, str] = {}
     if report.state_bytes_per_device is not None:
-        lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+        masters = config.training.param_dtype == "bfloat16" and config.training.optimizer.master_weights == "float32"
+        what = "with master weights of float32; " * masters + "gradients and activations come on top"
+        lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B ({what})"
         if report.host_bytes_per_device:
             lines["  of its host"] = f"{scaled(report.host_bytes_per_device)}B (optimizer.offload), beside that"
     if config.training.model.remat == AUTO:

@@ -90,9 +90,9 @@ class TrainingArguments(Section):
     publish_every_epochs: int | None = None
     """Metrics are published at the end of every so many epochs, too. They cover the steps since the last publish."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype of the computation; parameters and optimizer have `param_dtype`. float16 scales the loss (`loss_scale`)."""
+    """The dtype of the computation; parameters have `param_dtype`. float16 scales the loss (`loss_scale`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the parameters and of what the optimizer keeps (but see `optimizer.moment_dtype`)."""
+    """The dtype of the parameters. What the optimizer keeps is float32 (`optimizer.master_weights`, `optimizer.moment_dtype`)."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -136,6 +136,10 @@ class OptimizerConfig(Section):
     moment_dtype: Literal["float32", "bfloat16"] | None = None
     """The dtype of the first moment; null: float32, whatever `param_dtype` is. All else that an optimizer keeps is float32: a
     second moment in bfloat16 no longer moves at half of its value."""
+    master_weights: Literal["float32", "stochastic", "none"] = "float32"
+    """What becomes of updates that a parameter of bfloat16 is too coarse for. `float32`: the optimizer keeps each parameter in
+    float32 too, 4 bytes more. `stochastic`: it is rounded up or down at random, without a copy. `none`: they are lost, and the
+    share of the values that did not move is published as `lost_updates`. Parameters of float32 need none of it."""
     offload: Literal["none", "host"] = "none"
     """`host`: the moments lie in the memory of the devices' hosts, and each step brings them to the devices a layer at a time. It
     takes the time of reading and writing them once a step."""
@@ -168,6 +172,8 @@ class OptimizerConfig(Section):
                 f"offload = 'host': {self.name} may need several values of a parameter at once, and the devices get a layer at a "
                 f"time; set offload: none, or use one of {', '.join(OFFLOADED)}"
             )
+        if self.offload == "host" and self.master_weights == "stochastic":
+            yield "master_weights = 'stochastic': with offload = 'host' all layers draw alike; expected 'float32' or 'none'"
         if self.name == "schedule_free_adamw" and self.schedule.name != "constant":
             yield (
                 f"schedule.name = {self.schedule.name!r}: schedule_free_adamw averages parameters where others decay the "

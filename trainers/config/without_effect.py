@@ -76,6 +76,13 @@ RULES = (
         lambda arguments: arguments.checkpoint.save_steps is None and arguments.checkpoint.save_epochs is None,
         "it is about checkpoint.save_steps and save_epochs, and neither is set",
     ),
+    Rule(
+        "optimizer",
+        ("master_weights",),
+        # A task of one's own may have a model of other types.
+        lambda arguments: arguments.param_dtype == "float32" and arguments.task.startswith("trainers."),
+        "the parameters are float32, and lose no updates",
+    ),
     Rule("loss_scale", None, lambda arguments: arguments.dtype != "float16", "only dtype float16 scales the loss"),
     Rule(
         "pruning",

@@ -145,6 +145,10 @@ def _with_effect(used: Usage, arguments: TrainingArguments) -> Iterator[Change]:
         yield Change("dtype float32 -> bfloat16 (of the computation)", _half(used.temporaries))
     if arguments.optimizer.moment_dtype != "bfloat16" and used.optimizer >= used.parameters:
         yield Change("optimizer.moment_dtype -> bfloat16", used.optimizer // 2)
+    optimizer = arguments.optimizer
+    if arguments.param_dtype == "bfloat16" and (optimizer.master_weights, optimizer.offload) == ("float32", "none"):
+        # 4 bytes beside the 2 of the parameter.
+        yield Change("optimizer.master_weights float32 -> stochastic (parameters are rounded at random)", 2 * used.parameters)
     length = arguments.data.sequence_length
     if length >= 256:
         yield Change(f"data.sequence_length {length} -> {length // 2}", _half(used.temporaries))

@@ -19,6 +19,7 @@ from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
 from trainers.optim.optimizers import group_rates, parameters_to_evaluate
 from trainers.optim.param_groups import apply_updates, completed, rate_names, trainable, with_zeros
+from trainers.optim.precision import any_narrow, share_lost
 from trainers.protocol import Batch, Loss, Pruner
 from trainers.step import rest_of_model
 from trainers.step.clip import clip
@@ -61,10 +62,12 @@ def step_metrics(params: Any, arguments: TrainingArguments, param_groups: Sequen
     """Returns STEP_METRICS, those that the arguments ask for, and the learning rates of the groups."""
     norms = parameter_names(params) if arguments.metrics.per_parameter_grad_norm else ()
     scale = {"loss_scale": Kind.LAST} if arguments.dtype == "float16" else {}
+    lost = {"lost_updates": Kind.MEAN} if arguments.optimizer.master_weights == "none" and any_narrow(params) else {}
     means = {f"mean_{name}": Kind.LAST for name in arguments.metrics.running_means}
     return {
         **STEP_METRICS,
         **scale,
+        **lost,
         **means,
         **dict.fromkeys(rate_names(param_groups), Kind.LAST),
         **{f"grad_norm/{name}": Kind.MEAN for name in norms},
@@ -157,6 +160,8 @@ def make_train_step(
         # By `state.step`, not by the batch index: batches that were skipped do not move the schedule.
         rates = {name: rate(state.step) for name, rate in {"learning_rate": schedule, **rates_of_groups}.items()}
         scalars = {"grad_norm": norm, **rates, "mean_loss": loss_stats["mean"], **norms}
+        if "lost_updates" in layout.names:
+            scalars["lost_updates"] = share_lost(trainable(param_groups, state.params), updates)
         step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
         params, pruner_state = pruned(pruner, param_groups, state, apply_updates(state.params, updates))
         new_state = dataclasses.replace(

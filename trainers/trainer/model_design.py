@@ -27,9 +27,9 @@ from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 from trainers.optim.param_groups import parameter_paths
 from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
-from trainers.optim.precision import check_averages, in_float32
+from trainers.optim.precision import check_averages, with_precision
 from trainers.protocol import Pruner, Task, TrainerConfigureModelOutput
-from trainers.step import divided, frozen
+from trainers.step import divided, frozen, rng
 from trainers.step.frozen import FrozenModel
 from trainers.step.loss import LossFunction, takes
 from trainers.step.loss_scale import initial_scaler
@@ -68,7 +68,7 @@ class ModelDesign:
         self._check_fp8(parts)
         frozen.check_use(trainer.task, arguments, prepares=overrides(trainer, "prepare_batch"))
         trained = param_groups.trainable(self.groups, params)
-        if arguments.optimizer.name == SCHEDULE_FREE:
+        if arguments.optimizer.name == SCHEDULE_FREE and arguments.optimizer.master_weights != "float32":
             check_averages(trained)
         if self.pruner is not None:  # before the shapes of a state, of which its own is a part
             pruning.check_pruner(self.pruner, trained)
@@ -207,8 +207,11 @@ class ModelDesign:
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
         """The optimizer for the parameters that are not frozen."""
+        arguments = self._trainer.arguments
+        key = partial(rng.key, arguments.seed)
         # In float32 also where it is the user's own.
-        return param_groups.freezing(in_float32(self._trainer.optimizer), self.groups)
+        wide = with_precision(self._trainer.optimizer, arguments.optimizer.master_weights, key)
+        return param_groups.freezing(wide, self.groups)
 
     def train_step(self, layout: Layout) -> Any:
         """Returns the train step, to be jitted. `layout`: of its metrics."""

@@ -44,6 +44,17 @@ def test_nothing_is_said_of_settings_that_nobody_has_changed():
     assert told(task="trainers.tasks.causal_lm:CausalLMTask", model=SMALL, loss={"z_loss_weight": 0.1}, data=data) == []
 
 
+def test_master_weights_are_for_parameters_of_bfloat16():
+    def lines(**changes):
+        made = arguments(optimizer={"master_weights": "stochastic"}, **changes)
+        return [line for line in without_effect.by_rules(made) if "master_weights" in line]
+
+    ours = "trainers.tasks.causal_lm:CausalLMTask"
+    expected = "optimizer.master_weights = 'stochastic' has no effect: the parameters are float32, and lose no updates"
+    assert lines(task=ours) == [expected]
+    assert lines(task=ours, param_dtype="bfloat16") == lines() == []
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -410,6 +410,11 @@ def test_the_report_of_a_job(job, child_answers):
     assert job_plan.arithmetic(in_fp8, report)["products"] == (
         "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"
     )
+    for master_weights, told in (("float32", "with master weights of float32; "), ("none", "")):
+        optimizer = replace(job.training.optimizer, master_weights=master_weights)
+        narrow = replace(job, training=replace(job.training, param_dtype="bfloat16", optimizer=optimizer))
+        line = job_plan.arithmetic(narrow, report)["state per device"]
+        assert line == f"8.85 MB ({told}gradients and activations come on top)"
     assert report.events(job) == [report.header(job)]
     assert report.header(job) == {
         "ev": "run",

@@ -115,6 +115,12 @@ def test_the_driver_gives_up_at_once_with_this_text(tmp_path, monkeypatch):
         ({"global_batch_size": 8}, ["mesh.fsdp", "dtype", "optimizer.moment_dtype", "data.sequence_length", "more devices"]),
         ({"global_batch_size": 8, "mesh": {"data": 1, "fsdp": 8}, "dtype": "bfloat16", "data": {"sequence_length": 64},
           "optimizer": {"moment_dtype": "bfloat16"}}, ["more devices"]),
+        ({"global_batch_size": 8, "mesh": {"data": 1, "fsdp": 8}, "dtype": "bfloat16", "data": {"sequence_length": 64},
+          "param_dtype": "bfloat16", "optimizer": {"moment_dtype": "bfloat16"}},
+         ["optimizer.master_weights", "more devices"]),
+        ({"global_batch_size": 8, "mesh": {"data": 1, "fsdp": 8}, "dtype": "bfloat16", "data": {"sequence_length": 64},
+          "param_dtype": "bfloat16", "optimizer": {"moment_dtype": "bfloat16", "master_weights": "stochastic"}},
+         ["more devices"]),
     ],
 )  # fmt: skip
 def test_nothing_is_advised_that_is_done_already_or_cannot_be(tmp_path, changes, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ import pytest
 from flax import nnx
 
 from tests.programs.tiny import TableTask
-from tests.unit.training import trainer
+from tests.unit.training import assert_equal, of, trainer
 from trainers.config import OptimizerConfig, ParameterGroup, ScheduleConfig
 from trainers.errors import UsageError
 from trainers.optim.optimizers import NAMES, build_grouped
-from trainers.optim.precision import check_averages, in_float32
+from trainers.optim.param_groups import apply_updates
+from trainers.optim.precision import check_averages, in_float32, rounded_at_random, share_lost, with_master_weights
+from trainers.step import rng
 
 RATE, STEPS = 1e-3, 30
 PARAMS = {"w": np.linspace(-1, 1, 24).reshape(4, 6).astype(jnp.bfloat16), "b": np.ones(6, jnp.bfloat16)}
@@ -76,10 +80,129 @@ def test_integers_and_wider_types_stay_as_they_are():
 
 def test_averages_in_bfloat16_are_refused_by_the_name_of_the_parameter(tmp_path):
     check_averages({"w": jnp.ones(2), "i": jnp.ones(2, jnp.int32)})
-    settings = {"name": "schedule_free_adamw", "schedule": {"name": "constant"}}
+    settings = {"name": "schedule_free_adamw", "schedule": {"name": "constant"}, "master_weights": "none"}
     made = trainer(tmp_path, task="tests.unit.trainers.optim.test_precision:NarrowTask", optimizer=settings)
     with pytest.raises(UsageError, match=r"schedule_free_adamw': the parameter embed is bfloat16, .*set param_dtype: float32"):
         made.configure_model()
+    task = "tests.unit.trainers.optim.test_precision:NarrowTask"
+    trainer(tmp_path, task=task, optimizer=settings | {"master_weights": "float32"}).configure_model()
+
+
+def test_layers_that_come_one_by_one_are_not_rounded_at_random():
+    with pytest.raises(ValueError, match=r"master_weights = 'stochastic': with offload = 'host' all layers draw alike"):
+        OptimizerConfig(master_weights="stochastic", offload="host")
+
+
+# ---------------------------------------------------------------------- updates that a parameter is too coarse for
+
+SMALL = 1e-4
+"""Of a parameter of 1.0, whose next values in bfloat16 are 0.996 and 1.008."""
+ONES = {"a": np.ones((8, 125), jnp.bfloat16), "b": np.ones(1000, jnp.bfloat16), "wide": np.ones(3, np.float32)}
+
+
+def steps_down(wrap, num_steps, params=ONES):
+    """The parameters after steps of -SMALL each, the state, and whatever the optimizer was told of the parameters."""
+    made = wrap(optax.sgd(SMALL))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = made.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return apply_updates(params, updates), state
+
+    state = made.init(params)
+    for _ in range(num_steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def test_updates_of_bfloat16_add_up_in_master_weights():
+    for num_steps in (10, 30, 100):
+        params, state = steps_down(with_master_weights, num_steps)
+        for name in ("a", "b"):
+            np.testing.assert_allclose(state.masters[name], 1 - num_steps * SMALL, rtol=5e-6)
+            np.testing.assert_array_equal(params[name], jnp.asarray(1 - num_steps * SMALL, jnp.bfloat16))
+        assert state.masters["wide"] is None
+        np.testing.assert_array_equal(params["wide"], steps_down(in_float32, num_steps)[0]["wide"])
+
+
+def test_a_parameter_that_something_else_has_changed_begins_from_there():
+    """As one that a pruner has made 0."""
+    params, state = steps_down(with_master_weights, 15)
+    made = with_master_weights(optax.sgd(SMALL))
+    updates, after = made.update(jax.tree.map(jnp.ones_like, params), state, params | {"a": jnp.zeros_like(params["a"])})
+    np.testing.assert_allclose(updates["a"], -SMALL, rtol=1e-6)
+    np.testing.assert_allclose(after.masters["a"], -SMALL, rtol=1e-6)
+    np.testing.assert_allclose(after.masters["b"], 1 - 16 * SMALL, rtol=1e-6)
+
+
+def test_parameters_that_are_wide_cost_nothing():
+    wide = {"a": jnp.ones(3)}
+    for wrap in (with_master_weights, at_random):
+        assert_equal(wrap(optax.adam(SMALL)).init(wide), optax.adam(SMALL).init(wide))
+
+
+def at_random(optimizer, seed=0):
+    return rounded_at_random(optimizer, partial(rng.key, seed))
+
+
+def test_rounded_at_random_the_mean_is_right_and_each_a_neighbour():
+    params, _ = steps_down(at_random, 1)
+    assert {float(value) for value in params["b"]} == {1.0, 0.99609375}
+    num_steps = 40
+    params, state = steps_down(at_random, num_steps)
+    again, _ = steps_down(at_random, num_steps)
+    other, _ = steps_down(partial(at_random, seed=1), num_steps)
+    assert int(state.num_updates) == num_steps
+    for name in ("a", "b"):
+        # Each of 1,000 values has gone down by 0.0039 with probability 0.026 a step: the error of the mean is 1.2e-4.
+        np.testing.assert_allclose(params[name].astype(jnp.float32).mean(), 1 - num_steps * SMALL, atol=6e-4)
+        np.testing.assert_array_equal(params[name], again[name])
+        assert np.mean(np.asarray(params[name] != other[name])) > 0.3
+    assert np.mean(np.asarray(params["a"].ravel() != params["b"])) > 0.3
+    np.testing.assert_allclose(params["wide"], 1 - num_steps * SMALL, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.3895e38])
+def test_what_is_not_finite_does_not_become_a_number(value):
+    after, _ = steps_down(at_random, 1, {"a": jnp.asarray([value], jnp.bfloat16)})
+    np.testing.assert_array_equal(np.isfinite(after["a"].astype(jnp.float32)), np.isfinite([value]))
+
+
+def test_the_share_of_lost_updates_counts_those_that_change_nothing():
+    params = {"a": jnp.asarray([1.0, 1.0, 1e-3, 1.0], jnp.bfloat16), "wide": jnp.ones(100), "frozen": None}
+    updates = {"a": jnp.asarray([1e-4, 0.1, 1e-4, 0.0]), "wide": jnp.full(100, 1e-30), "frozen": None}
+    np.testing.assert_allclose(share_lost(params, updates), 1 / 3, rtol=1e-6)
+    assert float(share_lost({"a": params["wide"]}, {"a": updates["wide"]})) == 0
+
+
+@pytest.mark.parametrize("master_weights", ["float32", "stochastic", "none"])
+def test_a_run_of_bfloat16_moves_its_parameters_or_says_that_it_does_not(tmp_path, events, master_weights):
+    settings = {
+        "task": "tests.unit.trainers.optim.test_precision:FromOneTask",
+        "max_num_steps": 30,
+        "optimizer": {
+            **{"name": "sgd", "betas": [0.0, 0.0], "weight_decay": 0.0, "learning_rate": SMALL, "max_grad_norm": None},
+            **{"schedule": {"name": "constant"}, "master_weights": master_weights},
+        },
+        "publish_every_steps": 1,
+    }
+    whole = trainer(tmp_path / "whole", **settings).train()
+    published = [event["metrics"].get("lost_updates") for event in of(events, "metrics") if "loss" in event["metrics"]]
+    assert published == [1.0 if master_weights == "none" else None] * 30
+    down = 1 - np.asarray(whole.params["weights"], np.float32).mean()
+    np.testing.assert_allclose(down, 0.0 if master_weights == "none" else 30 * SMALL, atol=1e-3)
+    trainer(tmp_path / "parts", **settings | {"max_num_steps": 17}).train()
+    assert_equal(trainer(tmp_path / "parts", **settings).train(), whole)
+
+
+class FromOneTask(TableTask):
+    """Its gradient is 1, whatever the batch."""
+
+    def build_model(self, rngs):
+        return nnx.Dict(weights=nnx.Param(jnp.ones((8, 32), jnp.bfloat16)))
+
+    def loss(self, model, batch):
+        return jnp.sum(batch["weight"]) * jnp.sum(model["weights"][...].astype(jnp.float32)), jnp.sum(batch["weight"])
 
 
 # ---------------------------------------------------------------------- beside torch

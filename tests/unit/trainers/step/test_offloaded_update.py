@@ -19,6 +19,7 @@ from trainers.config.optimizer import OFFLOADED
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.param_groups import freezing, trainable
 from trainers.optim.parameter_kinds import ParameterKind
+from trainers.optim.precision import with_master_weights
 from trainers.parallel import host_memory
 from trainers.parallel.host_copy import HostCopy
 from trainers.runtime.executables import ProgramStore
@@ -56,12 +57,12 @@ def on_host(tree):
 
 def made(name):
     config = OptimizerConfig(name=name, learning_rate=0.01, offload="host")
-    return freezing(build_grouped(config, optax.constant_schedule(0.01), KINDS, GROUPS), GROUPS)
+    return freezing(with_master_weights(build_grouped(config, optax.constant_schedule(0.01), KINDS, GROUPS)), GROUPS)
 
 
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_it_is_the_update_of_a_state_on_the_devices(name):
-    optimizer, params = made(name), drawn(0)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in OFFLOADED), ("adamw", "bfloat16")])
+def test_it_is_the_update_of_a_state_on_the_devices(name, dtype):
+    optimizer, params = made(name), jax.tree.map(lambda leaf: leaf.astype(dtype), drawn(0))
     gradients, state = trainable(GROUPS, drawn(1)), optimizer.init(params)
     steps = [jax.jit(partial(update, optimizer)) for update in (kept_update, offloaded_update)]
     states = [state, on_host(state)]
