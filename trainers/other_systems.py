@@ -160,3 +160,23 @@ INSTEAD_OF_AN_EVENT = _by_name(
     }
 )
 """What to do instead of a method of another system's callback, or of a hook, in a callback, by its name."""
+
+INSTEAD_OF_A_TASK_METHOD = _by_name(
+    {
+        "the loss of a batch is `loss(model, batch)`": (
+            "compute_loss loss_fn criterion forward train_step training_step forward_step process_batch"
+        ),
+        "an evaluation calls `loss` too, in evaluation mode; return metrics as parts of it (`Loss.parts`)": (
+            "eval_step evaluation_step validation_step valid_step test_step compute_metrics metrics"
+        ),
+        "the model is made by `build_model(rngs)`": "configure_model model create_model get_model init_model build",
+        "what a model predicts is `predictions(model, batch)`": "predict predict_step prediction_step",
+        "the optimizer is that of the section `optimizer`, or of the trainer's property `optimizer`": (
+            "configure_optimizers optimizer create_optimizer"
+        ),
+        "data are read by `data.dataset`, or by a trainer's configure_dataloaders": (
+            "train_dataloader val_dataloader load_dataset configure_dataloaders"
+        ),
+    }
+)
+"""What to do instead of a method of another system's task, by its name."""

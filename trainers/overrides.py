@@ -25,13 +25,19 @@ NEAR_OF_HELPER = 0.9
 """The same for a name that begins with `_`, as those of helpers do."""
 CALLED_WITH = {"evaluate": 1, "eval": 1}
 """How many arguments the system passes, of methods to which it does not pass all that they must take."""
+CALLED_OF_A_TASK = (
+    *("build_model", "loss", "predictions", "set_step_nr", "build_frozen", "encode", "decode"),
+    *("tokens_per_example", "flops_per_token", "context_length", "ids", "reads_base"),
+)
+"""All that the system reads of a task. Of its own classes it may read more."""
 OWN, SHOWS = "_is_own_method", "_shows_what_is_made_by"
 Method = TypeVar("Method", bound=Callable[..., Any])
 PROPERTIES = (property, functools.cached_property)
 
 
 def own_method(method: Method) -> Method:
-    """Marks a method of a trainer or a callback that your program calls itself, and that the check cannot see being called."""
+    """Marks a method of a trainer, a task or a callback that your program calls itself, and that the check cannot see being
+    called."""
     setattr(method, OWN, True)
     return method
 
@@ -65,6 +71,27 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
     _check_all(cls.__name__, "overrides what only shows what there is", {name: _shown_only(ours.get(name)) for name in theirs})
     alike = {name: _mismatch(name, values[0], ours[name]) for name, values in theirs.items() if name in ours}
     _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
+
+
+def check_task(task: Any, elsewhere: Mapping[str, str]) -> None:
+    """Raises UsageError for methods of a user's task that nothing would call. It need not inherit from a class of ours."""
+    cls = type(task)
+    ours = {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
+    problems = _never_called(cls, _members(cls), dict.fromkeys(CALLED_OF_A_TASK) | ours, elsewhere)
+    _check_all(cls.__name__, "has methods that nothing would call", problems)
+
+
+def check_uses(trainer: Any, uses: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises UsageError for hooks that a user's class overrides, and that are not called as the run is set up. `uses` has, by the
+    name of a hook, whether it is called, and else what to do."""
+    unused = {name: why for name, (is_called, why) in uses.items() if not is_called and _is_theirs(type(trainer), name)}
+    _check_all(type(trainer).__name__, "overrides what nothing would call", unused)
+
+
+def _is_theirs(cls: type, name: str) -> bool:
+    """Whether a user's class defines the hook, and has not marked it as its own."""
+    owner = _owner(cls, name)
+    return not _is_ours(owner) and not any(getattr(function, OWN, False) for function in _functions(vars(owner)[name]))
 
 
 def check_attributes(trainer: Any) -> None:

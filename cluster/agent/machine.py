@@ -27,28 +27,30 @@ def ensure_home(environ: MutableMapping[str, str]) -> None:
 
 def free_port(rng: random.Random | None = None) -> int:
     """Returns a port on which nothing listens now. Raises OSError if a hundred tries find none."""
+    with held_port(rng) as held:
+        return held.getsockname()[1]
+
+
+def held_port(rng: random.Random | None = None) -> socket.socket:
+    """Returns a socket that holds a free port until it is closed: nobody finds it free, and one server that sets SO_REUSEADDR, as
+    most do, can listen on it. Raises OSError if a hundred tries find none."""
     rng = rng or random.Random()
     for _ in range(100):
-        # At random: nothing holds the port until it is used, and several agents of a machine must not choose
-        # the same one.
-        port = rng.randint(FIRST_PORT, LAST_PORT)
-        if _is_free(port):
-            return port
+        held = socket.socket()
+        try:
+            # At random: several processes of a machine must not choose the same one.
+            held.bind(("", rng.randint(FIRST_PORT, LAST_PORT)))
+            # After `bind`, or two processes could hold it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return held
+        except OSError:
+            held.close()
     raise OSError(f"no free port found between {FIRST_PORT} and {LAST_PORT} in 100 tries")
 
 
 def with_port(address: str, port: int) -> str:
     """Joins address and port: `10.0.0.1:80`, `[fd00::1]:80`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def ray_node() -> RayNode:

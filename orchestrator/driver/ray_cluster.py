@@ -15,6 +15,7 @@ import secrets
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -143,16 +144,18 @@ def patient_with_agents(limit_s: float) -> Iterator[None]:
     all that `ray.init` tells of it is its own limit of 30 s. Here the ports are found before: nothing waits for the agents, and
     a start takes a third less time, too. See https://github.com/ray-project/ray/issues/65983.
     """
-    from cluster.agent.machine import free_port
+    from cluster.agent.machine import held_port
     from cluster.ray_internals import DASHBOARD_AGENT_LISTEN_PORT_NAME, Node, persist_port, services
 
     start_raylet, get_node = Node.start_raylet, services.get_node
     raylets: dict[str, Any] = {}
 
     def with_ports(node: Any, *arguments: Any, **named: Any) -> None:
+        held = contextlib.ExitStack()
+        weakref.finalize(node, held.close)  # not before: its agents may come late
         for name in PORTS_OF_AGENTS:
             if getattr(node._ray_params, name) in (None, 0, SAME_FOR_ALL_RAYS):
-                setattr(node._ray_params, name, free_port())
+                setattr(node._ray_params, name, held.enter_context(held_port()).getsockname()[1])
         # The one port that a raylet is not told: it waits for the file in which the agent writes it.
         persist_port(
             node.get_session_dir_path(), node.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, node.dashboard_agent_listen_port

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from trainers.config import OptimizerConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
+from trainers.overrides import check_uses
 from trainers.protocol import Batch
 from trainers.step.finite import any_not_finite
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
@@ -29,13 +31,20 @@ from trainers.step.train_step import STEP_METRICS, StepOutput, keep_unless, tota
 UserStep = Callable[[Any, Batch], Any]
 
 
-def check_settings(arguments: TrainingArguments, *, prunes: bool = False) -> None:
-    """Raises UsageError with all settings that only the built-in train step knows. `prunes`: the trainer has a pruner."""
-    if problems := list(_problems(arguments, prunes)):
+def check_settings(arguments: TrainingArguments, *, prunes: bool = False, freezes: bool = False) -> None:
+    """Raises UsageError with all settings that only the built-in train step knows. `prunes`: the trainer has a pruner; `freezes`:
+    some of its parameters are frozen."""
+    if problems := list(_problems(arguments, prunes, freezes)):
         raise UsageError("configure_functions returned a train step (state, batch) of its own:\n  " + "\n  ".join(problems))
 
 
-def _problems(arguments: TrainingArguments, prunes: bool) -> Iterator[str]:
+def check_hooks(trainer: Any) -> None:
+    """Raises UsageError for hooks of the trainer that only the built-in train step calls."""
+    own = "configure_functions returns a step (state, batch) of your own: call it there"
+    check_uses(trainer, dict.fromkeys(("forward_backward", "on_micro_step"), (False, own)))
+
+
+def _problems(arguments: TrainingArguments, prunes: bool, freezes: bool) -> Iterator[str]:
     if arguments.accumulation_steps > 1:
         steps = arguments.accumulation_steps
         yield f"accumulation_steps = {steps}: expected 1, for the step gets the whole global batch and may divide it itself"
@@ -44,6 +53,10 @@ def _problems(arguments: TrainingArguments, prunes: bool) -> Iterator[str]:
     for name in ("lora", "frozen"):
         if getattr(arguments, name):
             yield f"{name}: only the built-in step has frozen weights among its arguments; leave it out"
+    if arguments.optimizer.max_grad_norm not in (None, OptimizerConfig.max_grad_norm):
+        yield f"optimizer.max_grad_norm = {arguments.optimizer.max_grad_norm}: only the built-in step clips; clip in yours"
+    if freezes:
+        yield "freeze_module (optimizer.groups): only the built-in step leaves out frozen parameters; leave it out"
     if arguments.pruning.pattern is not None:
         yield f"pruning.pattern = {arguments.pruning.pattern!r}: only the built-in step prunes; leave it out"
     elif prunes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainers.config import LoraConfig, MeshConfig
+from trainers.config import LoraConfig, MeshConfig, ParameterGroup
+from trainers.config.arguments import TrainingArguments
 from trainers.config.divisions import Shared
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
@@ -24,8 +26,9 @@ from trainers.models import batch_norm, lora
 from trainers.models.created import CREATED, dimensions_as_created, noting_shapes
 from trainers.models.decoder import divides_sequences, multiplies_in_fp8
 from trainers.models.lora import Frozen
-from trainers.optim.param_groups import parameter_path, parameter_paths
+from trainers.optim.param_groups import freezing, parameter_path, parameter_paths
 from trainers.optim.parameter_kinds import Kinds
+from trainers.optim.precision import with_precision
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rest_of_model, rng
@@ -262,6 +265,14 @@ def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
         return lora.with_new_tokens(loaded[name], leaf.shape).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def update_rule(
+    optimizer: optax.GradientTransformation, arguments: TrainingArguments, groups: Sequence[ParameterGroup]
+) -> optax.GradientTransformation:
+    """Returns the optimizer for the parameters that are not frozen. In float32 also where it is the user's own."""
+    key = functools.partial(rng.key, arguments.seed)
+    return freezing(with_precision(optimizer, arguments.optimizer.master_weights, key), groups)
 
 
 def state_from_parameters(

@@ -308,7 +308,9 @@ class Assembly:
         state, output = self.design.state, self.design.output
         steps = Steps(functions, self.design.step_layout, self.design.loss_layout)
         if not hasattr(train, "prepare"):
-            adapted.check_settings(arguments, prunes=self.design.pruner is not None)
+            freezes = any(group.frozen for group in self.design.groups)
+            adapted.check_settings(arguments, prunes=self.design.pruner is not None, freezes=freezes)
+            adapted.check_hooks(self._trainer)
             shapes = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.global_batch_size)), output)
             layout = adapted.train_layout(train, state, shapes)
             tokens = self._trainer.task.tokens_per_example

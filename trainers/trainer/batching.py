@@ -19,6 +19,7 @@ from trainers.data.reading import Reader
 from trainers.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
+from trainers.overrides import check_uses
 from trainers.protocol import Batch, Ids, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import TrainState
@@ -30,6 +31,8 @@ class Batching:
     def __init__(self, trainer: Any, mesh_of: Callable[[], Mesh]):
         self._trainer, self._mesh_of = trainer, mesh_of
         self._given_loaders: TrainerConfigureDataloaderOutput | None = None
+        self._calls_hooks = False
+        """Whether a loader was made that calls the trainer's hooks."""
 
     # ------------------------------------------------------------------ examples
 
@@ -74,6 +77,7 @@ class Batching:
         dataset, arguments = self._trainer.dataset_train, self._trainer.arguments
         if dataset is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
+        self._calls_hooks = True
         return StepAddressedLoader(
             dataset,
             arguments.global_batch_size,
@@ -108,6 +112,9 @@ class Batching:
         arguments, held_out = self._trainer.arguments, given.dataloader_eval
         make = self._iterated(arguments.global_batch_size, arguments.accumulation_steps, arguments.max_num_data_epochs or 1)
         train = as_loader(given.dataloader_train, make, ("batch",))
+        # It may have asked for the built-in loader, and wrapped it.
+        of_own = self._calls_hooks, "configure_dataloaders returns a loader of your own: call it there"
+        check_uses(self._trainer, dict.fromkeys(("preprocess_batch", "build_collator"), of_own))
         if held_out is not None:
             rows = arguments.evaluation.batch_size or arguments.micro_batch_size
             held_out = as_loader(held_out, self._iterated(rows, 1, 1), ("epoch",))

@@ -27,9 +27,9 @@ from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 from trainers.optim.param_groups import parameter_paths
 from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
-from trainers.optim.precision import check_averages, with_precision
+from trainers.optim.precision import check_averages
 from trainers.protocol import Pruner, Task, TrainerConfigureModelOutput
-from trainers.step import divided, frozen, rng
+from trainers.step import divided, frozen
 from trainers.step.frozen import FrozenModel
 from trainers.step.loss import LossFunction, takes
 from trainers.step.loss_scale import initial_scaler
@@ -40,6 +40,7 @@ from trainers.step.state import (
     initial_model,
     num_parameters,
     state_from_parameters,
+    update_rule,
     with_loaded,
 )
 from trainers.step.train_step import make_train_step, step_metrics
@@ -207,11 +208,7 @@ class ModelDesign:
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
         """The optimizer for the parameters that are not frozen."""
-        arguments = self._trainer.arguments
-        key = partial(rng.key, arguments.seed)
-        # In float32 also where it is the user's own.
-        wide = with_precision(self._trainer.optimizer, arguments.optimizer.master_weights, key)
-        return param_groups.freezing(wide, self.groups)
+        return update_rule(self._trainer.optimizer, self._trainer.arguments, self.groups)
 
     def train_step(self, layout: Layout) -> Any:
         """Returns the train step, to be jitted. `layout`: of its metrics."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 
-from tests.unit.training import trainer
+from tests.imports import sources
+from tests.programs.tiny import TableTask, numbers
+from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import UsageError
-from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_AN_EVENT
-from trainers.overrides import check_overrides, own_method
+from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_A_TASK_METHOD, INSTEAD_OF_AN_EVENT
+from trainers.overrides import CALLED_OF_A_TASK, check_overrides, check_task, own_method
+from trainers.protocol import TrainerConfigureDataloaderOutput
+from trainers.tasks.causal_lm import CausalLMTask
 
 
 def method(self, *args):
@@ -260,3 +267,125 @@ def test_what_only_shows_what_there_is_cannot_be_overridden(tmp_path, name, reme
         {name: how(method)},
         f"^Mine overrides what only shows what there is:\n  {name}: nothing reads it: override `{remedy}`$",
     )
+
+
+# ---------------------------------------------------------------------- what a setting or another override makes dead
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "remedy"),
+    [
+        ("build_early_stopper", {}, "set evaluation.score"),
+        ("prepared_shapes", {}, "override that too"),
+        ("build_data_transform", {"has_data": False}, "no dataset"),
+        ("build_data_collate_info", {"has_data": False}, "no dataset"),
+    ],
+)
+def test_a_hook_that_the_settings_leave_without_a_use_is_an_error(tmp_path, name, changes, remedy):
+    settings = arguments(tmp_path)
+    datasets = numbers(settings) if changes.get("has_data", True) else ()
+    cls = type("Mine", (BaseTrainer,), {name: copied(getattr(BaseTrainer, name))})
+    with pytest.raises(UsageError, match=rf"^Mine overrides what nothing would call:\n  {name}: .*{remedy}"):
+        cls(settings, *datasets)
+    own = type("Mine", (BaseTrainer,), {name: own_method(copied(getattr(BaseTrainer, name)))})
+    own(settings, *datasets)
+
+
+def copied(function):
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def test_a_hook_that_the_settings_use_is_none(tmp_path):
+    class Mine(BaseTrainer):
+        build_early_stopper = copied(BaseTrainer.build_early_stopper)
+        build_data_transform = copied(BaseTrainer.build_data_transform)
+        prepared_shapes = copied(BaseTrainer.prepared_shapes)
+
+        def prepare_batch(self, state, batch, *, training):
+            return batch
+
+    trainer(tmp_path, cls=Mine, evaluation={"every_steps": 2, "score": {"metrics": ["eval_loss"]}})
+
+
+class OwnLoader(BaseTrainer):
+    def preprocess_batch(self, batch, batch_index):
+        return batch
+
+    def configure_dataloaders(self):
+        rows = self.assembly.batching.rows_of(self.dataset_train, range(16))
+        return TrainerConfigureDataloaderOutput([rows] * 12, None)
+
+
+class Wrapped:
+    def __init__(self, loader):
+        self.batch, self.loader = loader.batch, loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+class WrapsTheLoader(OwnLoader):
+    def configure_dataloaders(self):
+        found = BaseTrainer.configure_dataloaders(self)
+        return found._replace(dataloader_train=Wrapped(found.dataloader_train))
+
+
+def test_a_loader_of_ones_own_calls_no_hook_of_the_built_in_one(tmp_path, events):
+    match = r"OwnLoader overrides what nothing would call:\n  preprocess_batch: configure_dataloaders returns a loader of"
+    with pytest.raises(UsageError, match=match):
+        trainer(tmp_path, cls=OwnLoader).train()
+    trainer(tmp_path, cls=WrapsTheLoader, max_num_steps=2).train()
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def task_with(base=TableTask, **members):
+    return type("MyTask", (base,), members)(arguments(Path("unused")))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("training_step", r"`loss\(model, batch\)`"),
+        ("compute_metrics", r"Loss\.parts"),
+        ("build_models", "did you mean build_model"),
+        ("prediction", "did you mean predictions"),
+        ("flops_per_tokens", "did you mean flops_per_token"),
+        ("on_my_own", "nothing calls it"),
+    ],
+)
+@pytest.mark.parametrize("base", [TableTask, CausalLMTask])
+def test_a_method_of_a_task_that_nothing_would_call_is_an_error(base, name, remedy):
+    with pytest.raises(UsageError, match=rf"^MyTask has methods that nothing would call:\n  {name}: .*{remedy}"):
+        check_task(task_with(base, **{name: method}), INSTEAD_OF_A_TASK_METHOD)
+
+
+def test_all_that_the_system_calls_of_a_task_and_what_that_calls_is_none():
+    def loss(self, model, batch):
+        return self.helper(model)
+
+    members = dict.fromkeys(CALLED_OF_A_TASK, method) | {"loss": loss, "helper": method, "_hidden": method, "CONSTANT": 3}
+    check_task(task_with(**members), INSTEAD_OF_A_TASK_METHOD)
+    check_task(task_with(marked=own_method(method)), INSTEAD_OF_A_TASK_METHOD)
+
+
+def test_a_trainer_checks_its_task(tmp_path):
+    with pytest.raises(UsageError, match=r"MisspeltTask has methods that nothing would call:\n  los: .*did you mean loss"):
+        trainer(tmp_path, task=f"{__name__}:MisspeltTask").configure_model()
+
+
+class MisspeltTask(TableTask):
+    def los(self, model, batch):
+        return super().loss(model, batch)
+
+
+def test_every_attribute_that_is_read_of_a_task_is_in_the_table():
+    read = set()
+    for path in (path for path in sources("trainers") if "tasks" not in path.parts):
+        text = path.read_text()
+        read |= set(re.findall(r"(?<!arguments)\b_?task\.([a-z_]+)\b(?!\s*=)", text)) - {"startswith", "fields", "description"}
+        read |= set(re.findall(r"[gs]etattr\((?:self\.)?(?:_trainer\.|trainer\.)?task, \"(\w+)\"", text))
+        read |= set(re.findall(r"hasattr\(task, \"(\w+)\"", text))
+    assert read <= {*CALLED_OF_A_TASK, "reads"}
+    assert {"loss", "build_model", "encode", "set_step_nr", "reads_base", "ids"} <= read

@@ -70,6 +70,18 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
             machine.free_port()
 
 
+def test_a_port_that_is_held_is_free_for_nobody_but_a_server():
+    with machine.held_port(random.Random(2)) as held:
+        port = held.getsockname()[1]
+        assert machine.free_port(random.Random(2)) != port
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(OSError, match="in use"),
+        ):  # as servers do, it sets SO_REUSEADDR
+            socket.create_server(("127.0.0.1", port))
+    assert machine.free_port(random.Random(2)) == port
+
+
 def test_an_agent_without_a_home_folder_gets_one(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     machine.ensure_home(environ := {"HOME": "/home/me"})

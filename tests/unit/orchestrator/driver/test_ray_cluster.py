@@ -123,6 +123,11 @@ def test_a_node_has_ports_for_its_agents_and_is_waited_for_while_its_raylet_live
         ports = [getattr(node._ray_params, name) for name in ray_cluster.PORTS_OF_AGENTS]
         assert ports[1] == 1234
         assert len({*ports, 0, ray_cluster.SAME_FOR_ALL_RAYS}) == len(ports) + 2
+        # Held for the agents alone, however late they come, as long as there is the node.
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", ports[0]))
+        with socket.create_server(("127.0.0.1", ports[0])):
+            pass
         assert [path.read_text() for path in tmp_path.iterdir()] == [str(ports[-1])]
         if status is None:
             assert services.get_node("address", ID) == "registered"
@@ -130,6 +135,9 @@ def test_a_node_has_ports_for_its_agents_and_is_waited_for_while_its_raylet_live
             with pytest.raises(OSError, match=r"^its raylet ended with status -6; raylet\.err says why\.$"):
                 services.get_node("address", ID)
     assert (Node.start_raylet, services.get_node) == before
+    del node
+    with socket.socket() as other:
+        other.bind(("", ports[0]))
 
 
 def test_a_node_that_does_not_register_is_waited_for_no_longer_than_said(monkeypatch):

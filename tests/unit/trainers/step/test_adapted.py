@@ -120,6 +120,13 @@ def returning(step):
             {"pruning": {"pruner": "tests.unit.trainers.optim.test_pruning:KeepsBlocks"}},
             r"build_pruner \(pruning.pruner\): only the built-in step calls",
         ),
+        (OwnSteps, {"optimizer": SGD | {"max_grad_norm": 0.5}}, r"optimizer\.max_grad_norm = 0\.5: only the built-in step clips"),
+        (OwnSteps, {"optimizer": SGD | {"groups": [{"pattern": "out", "frozen": True}]}}, "freeze_module .*leaves out frozen"),
+        (
+            type("OwnSteps", (OwnSteps,), {"on_micro_step": lambda self, loss, gradients, batch: (loss, gradients)}),
+            {},
+            r"OwnSteps overrides what nothing would call:\n  on_micro_step: configure_functions returns a step",
+        ),
         (OwnSteps, {"metrics": {"per_parameter_grad_norm": True}}, "per_parameter_grad_norm = true: only the built-in"),
         (returning(lambda self, state, batch: state), {}, "returned TrainState: expected a pair"),
         (returning(lambda self, state, batch: (state, {})), {}, "returned no `loss`"),
