@@ -26,7 +26,7 @@ NEAR_OF_HELPER = 0.9
 CALLED_WITH = {"evaluate": 1, "eval": 1}
 """How many arguments the system passes, of methods to which it does not pass all that they must take."""
 CALLED_OF_A_TASK = (
-    *("build_model", "loss", "predictions", "set_step_nr", "build_frozen", "encode", "decode"),
+    *("build_model", "loss", "predictions", "set_step_nr", "build_frozen", "check_rows", "encode", "decode"),
     *("tokens_per_example", "flops_per_token", "context_length", "ids", "reads_base"),
 )
 """All that the system reads of a task. Of its own classes it may read more."""

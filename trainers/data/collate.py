@@ -90,7 +90,7 @@ class Collated:
     def __init__(self, dataset: Any, transform: Transform | None, info: Mapping[str, CollateInfo], truncation: Truncation):
         self.dataset, self.transform, self.info, self.truncation = dataset, transform, info, truncation
         self._filler: dict[str, np.ndarray] | None = None
-        for name in ("available", "state_at", "remember", "notes", "numbers", "numbers_at"):
+        for name in ("available", "state_at", "remember", "notes", "numbers", "numbers_at", "where_is"):
             if hasattr(dataset, name):
                 # Only if the dataset has it: whoever needs the end or the state of the data asks whether there is such a method.
                 setattr(self, name, getattr(dataset, name))

@@ -17,14 +17,24 @@ class EpochOrder:
         # Only here: training on data of one's own needs no Grain.
         import grain
 
-        order = grain.MapDataset.source(examples)
-        if shuffle:
-            order = order.seed(seed).shuffle()
-        # After the shuffle: Grain then shuffles each repetition anew, with a seed made of `seed` and the number of the epoch.
-        self._order, self._num_examples = order.repeat(None), len(examples)
+        def in_order(examples: Any) -> Any:
+            order = grain.MapDataset.source(examples)
+            if shuffle:
+                order = order.seed(seed).shuffle()
+            # After the shuffle: Grain then shuffles each repetition anew, with a seed made of `seed` and the number of the epoch.
+            return order.repeat(None)
+
+        self._examples, self._order = examples, in_order(examples)
+        self._num_examples, self._numbers = len(examples), in_order(range(len(examples)))
 
     def __len__(self) -> int:
         return self._num_examples
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self._order[index]
+
+    def where_is(self, index: int) -> str:
+        """Returns which example this is, for errors."""
+        number = int(self._numbers[index])
+        where_is = getattr(self._examples, "where_is", None)
+        return f"example {number} of the data" if where_is is None else where_is(number)

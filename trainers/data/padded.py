@@ -33,6 +33,9 @@ class Rows:
         except DataError as error:
             raise DataError(f"{self.records.where(index)}: {error}") from error
 
+    def where_is(self, index: int) -> str:
+        return self.records.where(index)
+
 
 class Part:
     """Some of the records."""

@@ -78,4 +78,5 @@ class Reader:
         return {name: value for name, value in example.items() if name not in ignored} if ignored else example
 
     def _named(self, index: int) -> str:
-        return f"example {index} of the data ({type(self.dataset).__name__})"
+        where_is = getattr(self.dataset, "where_is", None)
+        return f"example {index} of the data ({type(self.dataset).__name__})" if where_is is None else where_is(index)

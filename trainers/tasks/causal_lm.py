@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -192,6 +192,17 @@ class CausalLMTask:
             return from_hidden(hidden, targets, config), router
         # A model of a subclass may have nothing but its logits.
         return from_logits(model(tokens), targets, config), None
+
+    def check_rows(self, shapes: Mapping[str, Any]) -> None:
+        """Raises UsageError for rows of data of one's own that have another length than the settings say."""
+        length = self.arguments.data.sequence_length
+        # The last one is a target alone.
+        found = shapes["tokens"].shape[-1] if "tokens" in shapes else length + 1
+        if found != length + 1:
+            raise UsageError(
+                f"the rows of the training data have {found} tokens, and data.sequence_length = {length} is for {length + 1}, by "
+                f"which tokens and FLOPs are counted: set data.sequence_length={found - 1}, or give other rows"
+            )
 
     @property
     def tokens_per_example(self) -> int:

@@ -136,13 +136,9 @@ class BaseTrainer:
 
     def _uses(self) -> dict[str, tuple[bool, str]]:
         """The hooks that only some settings call, as `check_uses` takes them."""
-        has_data = self.dataset_train is not None or self.dataset_eval is not None
-        own = "the trainer has no dataset, of which they would be the examples: call it in configure_dataloaders"
         return {
             "build_early_stopper": (self.arguments.evaluation.score is not None, "set evaluation.score, whose score it is told"),
             "prepared_shapes": (overrides(self, "prepare_batch"), "it says what prepare_batch makes: override that too"),
-            "build_data_transform": (has_data, own),
-            "build_data_collate_info": (has_data, own),
         }
 
     # ------------------------------------------------------------------ what a program calls

@@ -60,6 +60,8 @@ class Batching:
         row = self._rows_of_loader() if dataset is None else self.rows_of(dataset, [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self.prepared_shapes(shapes, model)
+        if (check_rows := getattr(self._trainer.task, "check_rows", None)) is not None:
+            check_rows(shapes)
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
     def prepared_shapes(self, shapes: Shapes, model: TrainerConfigureModelOutput) -> Shapes:

@@ -12,7 +12,7 @@ from types import FunctionType
 import pytest
 
 from tests.imports import sources
-from tests.programs.tiny import TableTask, numbers
+from tests.programs.tiny import TableTask
 from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
@@ -273,22 +273,15 @@ def test_what_only_shows_what_there_is_cannot_be_overridden(tmp_path, name, reme
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "remedy"),
-    [
-        ("build_early_stopper", {}, "set evaluation.score"),
-        ("prepared_shapes", {}, "override that too"),
-        ("build_data_transform", {"has_data": False}, "no dataset"),
-        ("build_data_collate_info", {"has_data": False}, "no dataset"),
-    ],
+    ("name", "remedy"), [("build_early_stopper", "set evaluation.score"), ("prepared_shapes", "override that too")]
 )
-def test_a_hook_that_the_settings_leave_without_a_use_is_an_error(tmp_path, name, changes, remedy):
+def test_a_hook_that_the_settings_leave_without_a_use_is_an_error(tmp_path, name, remedy):
     settings = arguments(tmp_path)
-    datasets = numbers(settings) if changes.get("has_data", True) else ()
     cls = type("Mine", (BaseTrainer,), {name: copied(getattr(BaseTrainer, name))})
     with pytest.raises(UsageError, match=rf"^Mine overrides what nothing would call:\n  {name}: .*{remedy}"):
-        cls(settings, *datasets)
+        cls(settings)
     own = type("Mine", (BaseTrainer,), {name: own_method(copied(getattr(BaseTrainer, name)))})
-    own(settings, *datasets)
+    own(settings)
 
 
 def copied(function):

@@ -30,6 +30,11 @@ class Numbered:
         number = (self.first_sample_id + index) % np.iinfo(np.int32).max
         return {"sample_id": np.asarray(number, np.int32), **as_example(self.data[index])}
 
+    def where_is(self, index: int) -> str:
+        """Returns which example this is, for errors."""
+        where_is = getattr(self.data, "where_is", None)
+        return f"example {index} of the data ({type(self.data).__name__})" if where_is is None else where_is(index)
+
 
 class Columns:
     """The rows of a dict of arrays [N, ...]. Raises UsageError if their lengths differ."""

@@ -9,6 +9,7 @@ from tests.unit.training import FIXED, arguments, of
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.data.reading import Reader
+from trainers.data.sources.conversations import conversations
 from trainers.errors import DataUnavailableError
 
 DATA = {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers", "retry_backoff_s": 0.0}
@@ -56,6 +57,35 @@ def test_an_error_that_does_not_pass_is_not_tried_again_and_the_example_is_named
 def test_by_default_what_cannot_be_read_ends_training(tmp_path, events):
     with pytest.raises(DataUnavailableError, match="could not be read, tried 4 times"):
         trained(tmp_path, Failing(ConnectionError("gone"), [20]))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_example_of_a_shuffled_epoch_is_named_by_its_own_number(tmp_path, events, on_error):
+    """And not by the number at which it is drawn."""
+    made = arguments(tmp_path, data={**DATA, "on_error": on_error}, optimizer=FIXED, max_num_steps=4)
+    own = BaseTrainer(made, Failing(ValueError("broken"), [40]), None)
+    reader = own.assembly.batching.reader(own.dataset_train)
+    notes, found = [], []
+    reader.note = notes.append
+    for index in range(96):
+        try:
+            reader(index)
+        except ValueError as error:
+            found += error.__notes__
+    expected = "example 40 of the data (Failing)"
+    assert found == ([f"while {expected} was read"] if on_error == "raise" else [])
+    assert notes == ([f"{expected} is left out: ValueError: broken"] if on_error == "skip" else [])
+
+
+def test_a_record_is_named_by_its_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "p{number}", "completion": "c"}}\n' for number in range(20)))
+    data = {"paths": [str(tmp_path / "a.jsonl")], "dataset": "trainers.data.sources.conversations:conversations"}
+    data |= {"sequence_length": 8, "tokenizer": "bytes", "eval_fraction": 0.1, "examples": "completion"}
+    made = arguments(tmp_path, data=data, task="trainers.tasks.causal_lm:CausalLMTask")
+    own = BaseTrainer(made, *conversations(made))
+    lines = {own.dataset_train.where_is(index) for index in range(18)}
+    assert len(lines) == 18
+    assert lines < {f"{tmp_path / 'a.jsonl'}, line {number}" for number in range(1, 21)}
 
 
 @pytest.mark.slow("trains more than once")

@@ -13,8 +13,11 @@ from flax import nnx
 
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
+from tests.unit.training import arguments
+from trainers.base import BaseTrainer
 from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.errors import UsageError
 from trainers.protocol import Task
 from trainers.step import rng
 from trainers.tasks.causal_lm import CausalLMTask
@@ -208,3 +211,17 @@ def test_tracing_the_loss_touches_no_device():
         assert not xla_bridge.backends_are_initialized()
     """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(("found", "says"), [(12, "set data.sequence_length=11"), (8, "set data.sequence_length=7"), (9, None)])
+def test_rows_of_ones_own_have_the_length_of_the_settings(tmp_path, found, says):
+    """By it the FLOPs are counted."""
+    small = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
+    made = arguments(tmp_path, task="trainers.tasks.causal_lm:CausalLMTask", model=small)
+    rows = [{"tokens": np.zeros(found, np.int32)} for _ in range(32)]
+    own = BaseTrainer(made, rows)
+    if says is None:
+        own.configure_model()
+        return
+    with pytest.raises(UsageError, match=f"the rows of the training data have {found} tokens, .*= 8 is for 9, .*{says}"):
+        own.configure_model()
