@@ -11,8 +11,9 @@ from trainers.errors import DataError, UsageError
 
 MAX_STATE_BYTES = 1 << 20
 """A larger state is not kept: each checkpoint has that of every host."""
-NAMES = ("get_state", "state")
-"""The names of the method that returns a state; `set_state` takes it."""
+NAMES = (("get_state", "set_state"), ("state", "set_state"), ("state_dict", "load_state_dict"))
+"""The names of the methods that return a state, and take it."""
+READ_AGAIN = "a resumed run reads the data again up to its position"
 REACHED, BEFORE, LENGTH = "reached", "before", "length"
 """Keys in the text of a state: of the number of items before it, at an end amid a batch; of that before its pass over the
 iterable, and of a pass."""
@@ -30,9 +31,9 @@ class Kept(NamedTuple):
 class Stream:
     """Reads `iterable` item by item. `position` is the number of items before the next one.
 
-    If its iterator, or itself, has `get_state()` or `state()`, and `set_state(state)`, the states before each `every`-th item are
-    kept, the newest `num_states` of them, and the first. The stream is set to the nearest of them, and read on from there.
-    Without states it begins anew, which an iterator cannot: UsageError(`no_way_back`).
+    If its iterator, or itself, has the methods of a pair of NAMES, the states before each `every`-th item are kept, the newest
+    `num_states` of them, and the first. The stream is set to the nearest of them, and read on from there. Without states it
+    begins anew, which an iterator cannot: UsageError(`no_way_back`).
 
     At its end it is begun anew, until there were `passes` over it. Positions count on. All passes must have as many items:
     DataError. An iterator without a state has one pass. Not thread-safe.
@@ -145,16 +146,18 @@ class Stream:
     def _set_state(self, state: str) -> None:
         holder = self._holder()
         assert holder is not None
-        holder[0].set_state(decoded(state))
+        getattr(holder[0], holder[2])(decoded(state))
         if holder[0] is not self._iterator:
             self._iterator = iter(self.iterable)
 
-    def _holder(self) -> tuple[Any, str] | None:
-        """Returns the object that has the state, and the name of the method that returns it; None: there is no state."""
+    def _holder(self) -> tuple[Any, str, str] | None:
+        """Returns the object that has the state, and the names of the methods that return it and take it; None: there is none."""
         for target in (self._iterator, self.iterable):
-            for name in NAMES:
-                if callable(getattr(target, name, None)) and callable(getattr(target, "set_state", None)):
-                    return target, name
+            # Those of `datasets` lose the examples in the buffer of a shuffle, and some of interleaved ones.
+            if type(target).__module__.partition(".")[0] != "datasets":
+                for names in NAMES:
+                    if all(callable(getattr(target, name, None)) for name in names):
+                        return target, *names
         return None
 
     def _keep(self, position: int) -> None:
@@ -162,13 +165,18 @@ class Stream:
             return
         holder = self._holder()
         assert holder is not None
-        state = encoded(getattr(*holder)(), type(holder[0]).__name__)
-        if len(state) > MAX_STATE_BYTES:
+        problem = ""
+        try:
+            state = encoded(getattr(holder[0], holder[1])(), type(holder[0]).__name__)
+            if len(state) > MAX_STATE_BYTES:
+                problem = f"the state of the data has {len(state)} bytes as text, more than {MAX_STATE_BYTES}, and is not saved"
+        except UsageError as error:
+            if holder[1] != "state_dict":
+                raise
+            problem = str(error)  # that of a loader of torchdata may have tensors
+        if problem:
             self.has_state, self._states = False, {}
-            self.note(
-                f"the state of the data has {len(state)} bytes as text, more than {MAX_STATE_BYTES}, and is not saved: a resumed "
-                "run reads the data again up to its position"
-            )
+            self.note(f"{problem}: {READ_AGAIN}")
             return
         self._states[position] = Kept(self.position, self._before, state)
         for old in sorted(self._states)[1 : -self.num_states]:  # the first stays: it is the way back to the beginning

@@ -12,6 +12,11 @@ from trainers.config import near_keys
 from trainers.config.arguments import TrainingArguments, from_dict
 
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
+ROW = re.compile(r"\| `")
+
+
+def cells(line):
+    return re.split(r"(?<!\\)\|", line)[1:-1]
 
 
 def near(key):
@@ -36,6 +41,10 @@ def near(key):
         ("sequence_lenght", ["data.sequence_length"]),
         ("optimizer.learnin_rate", ["optimizer.learning_rate"]),
         ("zzz", []),
+        ("ckpt_path", ["checkpoint.start_from", "init_from"]),
+        ("amp", ["dtype"]),
+        ("num_skip_steps", ["profile.skip_steps"]),
+        *((name, []) for name in ("train_size", "do_train", "decoders", "version", "init_tx", "use_grain", "stage_dir")),
     ],
 )
 def test_keys_of_other_sections_and_names_of_others_come_first(key, ours):
@@ -58,9 +67,8 @@ def test_all_that_is_suggested_exists_and_nothing_is_a_key_of_the_same_name():
 
 def test_the_table_has_the_names_of_the_document():
     """Of each row whose names are settings on both sides, in the tables that say what differs."""
-    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in TEXT.splitlines() if line.startswith("| `")]
     checked, sections = 0, {name.partition(".")[0] for name in every_key()}
-    for theirs, ours, _ in (row for row in cells if len(row) == 3):
+    for theirs, ours, _ in (row for row in map(cells, filter(ROW.match, TEXT.splitlines())) if len(row) == 3):
         keys = [name for name in re.findall(r"`([^`]+)`", ours) if name in every_key()]
         if not keys or "(" in theirs or "BaseTrainer" in ours:
             continue
@@ -70,6 +78,19 @@ def test_the_table_has_the_names_of_the_document():
             assert set(near_keys.OF_OTHERS[name]) & set(keys), (name, keys)
             checked += 1
     assert checked > 80
+
+
+def test_a_hint_is_what_the_document_says_and_no_hint_is_better_than_a_wrong_one():
+    """Of the tables that have every other argument of each system."""
+    other = {"group", "strict", "early_stop"} | {key.rpartition(".")[2] for key in every_key()}  # of ours, or nearly
+    checked = 0
+    others = TEXT.partition("## All other arguments")[2].partition("\n## ")[0]
+    for theirs, ours in map(cells, filter(ROW.match, others.splitlines())):
+        keys = set(re.findall(r"`([^`]+)`", ours))
+        for name in set(re.findall(r"`([a-z][a-z0-9_]+)`", theirs)) - other:
+            assert set(near(name)) <= keys, name
+            checked += 1
+    assert checked > 200
 
 
 @pytest.mark.parametrize("value", ["fp8", "FP8", "float8_e4m3fn"])

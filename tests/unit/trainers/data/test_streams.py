@@ -80,6 +80,13 @@ class Held:
         self.next = state["next"]
 
 
+class OfTorchdata(Held):
+    """With the names of its protocol."""
+
+    state_dict, load_state_dict = Held.state, Held.set_state
+    state = set_state = None
+
+
 def made_of(tmp_path, make, *callbacks, **changes):
     examples = Examples()
     given = arguments(tmp_path, optimizer=FIXED, checkpoint={"save_steps": 3}, **changes)
@@ -91,7 +98,7 @@ def told(events, text):
 
 
 @pytest.mark.slow("reads much data")
-@pytest.mark.parametrize("make", [of_grain, Own, Held])
+@pytest.mark.parametrize("make", [of_grain, Own, Held, OfTorchdata])
 def test_a_resumed_run_sets_the_state_and_reads_nothing_again(tmp_path, events, make):
     _, whole = made_of(tmp_path / "whole", make)
     expected = whole.train()
@@ -248,6 +255,34 @@ def all_of(stream):
         except StopIteration:
             break
     return items
+
+
+def test_a_stream_of_datasets_is_read_again_for_its_state_is_not_exact():
+    datasets = pytest.importorskip("datasets")
+    shuffled = datasets.Dataset.from_dict({"x": [*range(60)]}).to_iterable_dataset().shuffle(seed=1, buffer_size=10)
+    whole = [example["x"] for example in shuffled]
+    for _ in zip(range(25), shuffled, strict=False):
+        pass
+    shuffled.load_state_dict(shuffled.state_dict())
+    assert [example["x"] for example in shuffled] != whole[25:]  # if this fails, its states may be used
+    stream = streamed(datasets.Dataset.from_dict({"x": [*range(60)]}).to_iterable_dataset(), passes=1)
+    assert not stream.has_state
+    assert stream.can_go_back
+
+
+def test_a_state_of_torchdata_that_is_no_json_is_told_and_read_again():
+    class WithTensors(Plain):
+        def state_dict(self):
+            return {"generator": object()}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    notes = []
+    stream = Stream(WithTensors(), every=1, num_states=9, no_way_back="no way back", note=notes.append)
+    assert all_of(stream) == [(1, 1), (1, 2), (1, 3)]
+    assert [note.endswith(": a resumed run reads the data again up to its position") for note in notes] == [True]
+    assert "which WithTensors returned, cannot be saved" in notes[0]
 
 
 @pytest.mark.parametrize("make", [Anew, Plain])
