@@ -26,9 +26,11 @@ DATA, HF = "tests/unit/trainers/data", "tests/unit/trainers/models/hf"
 KINDS = {
     "files": f"{DATA}/test_random_files.py::test_many_files_with_random_defects",
     "records": f"{DATA}/test_random_records.py::test_many_records_are_right_or_refused_by_name",
+    "tables": f"{DATA}/test_random_records.py::test_many_records_come_back_from_the_files_of_datasets",
     "templates": f"{DATA}/test_random_templates.py::test_many_templates_are_right_or_refused",
     "configs": f"{HF}/test_random_configs.py::test_many_files_are_read_as_transformers_reads_them_or_refused",
     "models": f"{HF}/test_random_configs.py::test_many_models_are_written_as_transformers_reads_them_or_refused",
+    "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
     "driver": "tests/unit/orchestrator/driver/test_driver_model.py::test_many_runs_end_as_if_nothing_had_happened",
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests import fuzz
 from tests.unit import chat_folders
+from trainers.config.source import SourceConfig
 from trainers.data.chat import ChatEncoder
+from trainers.data.sources.records import open_records
 from trainers.errors import DataError
 from trainers.text.tokenizers import FolderTokenizer
 
@@ -146,3 +150,55 @@ def test_a_record_is_the_right_document_or_refused_by_name(tokenizers, name, rec
 @given(record=RECORDS)
 def test_many_records_are_right_or_refused_by_name(tokenizers, name, record):
     check(tokenizers[name], name, record)
+
+
+# ---------------------------------------------------------------------- what `datasets` writes of them
+
+
+def without_none(value):
+    """What a table cannot tell from nothing: fields that another record has, and this one has not."""
+    if isinstance(value, dict):
+        return {name: found for name, each in value.items() if (found := without_none(each)) is not None}
+    return [without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def check_written(records, folder):
+    """As Parquet, and as a folder of `save_to_disk`. Returns whether `datasets` can write them at all."""
+    import datasets
+    import pyarrow
+
+    for stale in folder.iterdir():
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    names = dict.fromkeys(name for record in records for name in record)
+    try:
+        table = datasets.Dataset.from_dict({name: [record.get(name) for record in records] for name in names})
+        table.save_to_disk(str(folder / "saved"))
+        table.to_parquet(str(folder / "a.parquet"))
+    except (pyarrow.ArrowException, TypeError, ValueError):
+        return False
+    for path in (folder / "a.parquet", folder / "saved"):
+        try:
+            found = [dict(record) for record in open_records(SourceConfig(paths=(str(path),)))]
+        except DataError as error:
+            assert re.search(r"(record|row|column)", str(error)), str(error)  # noqa: PT017
+            continue
+        assert without_none(found) == without_none(records), path
+    return True
+
+
+@pytest.mark.slow("many files; `make fuzz KIND=tables` has more")
+def test_many_records_come_back_from_the_files_of_datasets(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder, written = tmp_path / "files", []
+    folder.mkdir()
+
+    @seed(fuzz.seed(12))
+    @settings(max_examples=fuzz.count(60), deadline=None, database=None)
+    @given(records=st.lists(RECORDS, min_size=1, max_size=4))
+    def each(records):
+        written.append(check_written(records, folder))
+
+    each()
+    assert sum(written) > len(written) / 4

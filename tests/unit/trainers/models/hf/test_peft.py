@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from tests import ROOT
+from tests import ROOT, fuzz
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face
 from trainers.config import LoraConfig
@@ -219,3 +220,82 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused_by_name(tmp_path, setti
     folder = damaged(tmp_path / "adapter", change or (lambda tensors: None), **about)
     with pytest.raises(UsageError, match=message):
         peft_in.read(folder, config, dataclasses.replace(usual, **settings))
+
+
+# ---------------------------------------------------------------------- adapters with patterns
+
+MODULES = {
+    **{f"self_attn.{theirs}_proj": ours for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out"))},
+    **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
+}
+
+
+def drawn_adapter(rng):
+    """What PEFT would have saved for two layers of the Llama: its configuration and tensors, and what each module adds to its
+    weight, after `get_pattern_key` and `scaling` of PEFT."""
+    config = hugging_face.read_config(DATA / "parity" / "llama3")
+    shapes = {module: parameters_of(DATA / "parity" / "llama3")[f"layers.{ours}"].shape[1:] for module, ours in MODULES.items()}
+    chosen = [module for module in MODULES if rng.random() < 0.5] or ["mlp.up_proj"]
+
+    def pattern():
+        module, layer = str(rng.choice(chosen)), int(rng.integers(2))
+        last = module.rpartition(".")[2]
+        return str(
+            rng.choice(
+                [
+                    last,
+                    module,
+                    last[1:],
+                    f"layers.{layer}.{module}",
+                    rf"^model\.layers\.{layer}\.{module}",
+                    rf".*\.{layer}\..*",
+                    "nothing",
+                ]
+            )
+        )
+
+    ranks = {pattern(): int(rng.integers(1, 4)) for _ in range(rng.choice([0, 0, 1, 2]))}
+    alphas = {pattern(): int(rng.integers(1, 9)) for _ in range(rng.choice([0, 1, 1, 2]))}
+    about = {"peft_type": "LORA", "r": int(rng.integers(1, 4)), "lora_alpha": int(rng.integers(1, 9)), "bias": "none"}
+    about |= {"target_modules": [module.rpartition(".")[2] for module in chosen], "rank_pattern": ranks, "alpha_pattern": alphas}
+    tensors, added, found = {}, {}, {}
+
+    def of(patterns, name, default):
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+    for layer in range(config.num_layers):
+        for module in chosen:
+            name = f"model.layers.{layer}.{module}"
+            rank, alpha = of(ranks, name, about["r"]), of(alphas, name, about["lora_alpha"])
+            wide, long = shapes[module]
+            a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((rank, wide), (long, rank)))
+            tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+            added[MODULES[module], layer] = (alpha / rank) * (b @ a).T
+            found[MODULES[module], layer] = (rank, alpha)
+    return config, about, tensors, added, found
+
+
+def check_drawn(number, folder):
+    """Each adapter is read as PEFT computes it, or refused because a module has another rank or another scale."""
+    rng = np.random.default_rng(number)
+    config, about, tensors, added, found = drawn_adapter(rng)
+    (folder / peft_in.CONFIG).write_text(json.dumps(about))
+    save_file(tensors, folder / peft_in.WEIGHTS)
+    rank, alpha = list(found.values())[rng.integers(len(found))]  # as the error would say
+    settings = LoraConfig(rank=rank, alpha=alpha, targets=("|".join(sorted({name for name, _ in found})),))
+    alike = {(of, scale / of) for of, scale in found.values()} == {(rank, alpha / rank)}
+    if not alike:
+        with pytest.raises(UsageError, match=r"alpha_pattern: |lora\.rank = |lora\.alpha = |other ranks in some layers"):
+            peft_in.read(folder, config, settings)
+        return False
+    params = peft_in.read(folder, config, settings)
+    for (name, layer), delta in added.items():
+        a, b = (params[f"layers.{name}_lora_{end}"][layer] for end in "ab")
+        np.testing.assert_allclose(settings.scale * (a @ b), delta, rtol=1e-5, atol=1e-5, err_msg=str(number))
+    return True
+
+
+def test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused(tmp_path):
+    first = 1000 * fuzz.seed(1)
+    read = [check_drawn(first + number, tmp_path) for number in range(fuzz.count(40))]
+    assert {*read} == {False, True}
