@@ -1,4 +1,8 @@
-"""Where the lines of a file begin and end, and the rows of CSV: a quoted text of those may have newlines."""
+"""Where the lines of a file begin and end, and the rows of CSV: a quoted text of those may have newlines.
+
+No library does this: the reader of pyarrow takes `"a"b` for `ab`, in silence, and names no line in its errors; its reader of JSON
+gives all records one type. docs/benchmarks.md has the times of both.
+"""
 
 from __future__ import annotations
 
@@ -138,8 +142,9 @@ def _scan(opened: Any, white: bytes, delimiter: bytes | None) -> tuple[np.ndarra
 
 
 def _filled(ends: np.ndarray, whites: np.ndarray) -> Bounds:
-    is_filled = np.diff(ends) > np.diff(whites)
-    return Bounds(ends[:-1][is_filled], ends[1:][is_filled], int(np.count_nonzero(np.diff(ends))))
+    lengths = np.diff(ends)
+    is_filled = lengths > np.diff(whites)
+    return Bounds(ends[:-1][is_filled], ends[1:][is_filled], int(np.count_nonzero(lengths)))
 
 
 class _Quotes:
