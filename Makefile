@@ -104,6 +104,8 @@ parity: env  ## Make the models that the tests compare ours with, by torch and t
 	@build/parity/bin/python -m pip install --quiet --disable-pip-version-check -r tests/parity.txt
 	@build/parity/bin/python tests/parity.py $(ARGS)
 	@build/parity/bin/python tests/parity_vision.py
+	@$(IN_VENV) -m tests.parity_generate train tests/unit/data/generate
+	@build/parity/bin/python tests/parity_generate.py theirs tests/unit/data/generate
 	@$(MAKE) --no-print-directory parity-random
 
 parity-random: env  ## Compare PAIRS=50 random models with transformers, after `make parity`

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
+from tests.programs.small_tokens import datasets
 from tests.unit import chat_folders
 from tests.unit.trainers.text.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
@@ -311,3 +312,38 @@ def test_what_is_missing_is_said(given, said, capsys):
         evaluate.main(given)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- what transformers generates with exports (`make parity`)
+
+GENERATE = ROOT / "tests" / "unit" / "data" / "generate"
+EXPECTED = json.loads((GENERATE / "expected.json").read_text())
+
+
+def assert_as_transformers(capsys, source, name):
+    """Each answer is the one of `transformers.generate`, and ends with the turn as it did there."""
+    options = [option for prompt in EXPECTED[name] for option in ("--prompt", prompt)]
+    found = {row["prompt"]: (row["text"] + "<|im_end|>", row["finish"]) for row in rows(capsys, source, "--chat", *options)}
+    assert found == {prompt: (answer, "stop") for prompt, answer in EXPECTED[name].items()}
+
+
+def test_an_export_answers_as_transformers_does_with_it(capsys):
+    assert_as_transformers(capsys, GENERATE / "merged", "merged")
+
+
+@pytest.mark.slow("trains")
+def test_a_run_that_begins_with_an_exported_adapter_answers_as_transformers_does(tmp_path, capsys):
+    made = arguments(
+        tmp_path,
+        task="trainers.tasks.causal_lm:CausalLMTask",
+        model={"pretrained": str(GENERATE / "merged")},
+        lora={"rank": 8, "alpha": 32},
+        init_from={"path": str(GENERATE / "adapter")},
+        data={"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets", "tokenizer": str(GENERATE / "adapter")},
+        optimizer={"learning_rate": 1e-12},
+        max_num_steps=1,
+        evaluation={"max_batches": 1},
+    )
+    own = BaseTrainer(made, *datasets(made))
+    own.train()
+    assert_as_transformers(capsys, own.output.checkpoint_path, "adapter")
