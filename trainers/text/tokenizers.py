@@ -334,15 +334,18 @@ class FolderTokenizer:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The text that ends each turn of the assistant, up to its first special token; "" if the template writes none, and None
-        if it does not tell."""
+        """The text that ends each turn of the assistant, through its first special tokens, as <|END_RESPONSE|> and
+        <|END_OF_TURN_TOKEN|>; "" if the template writes none, and None if it does not tell."""
         after = turns.after_a_turn(self) if self.has_template else None
         if after is None:
             return None
         last, between = map(self.encode_rendered, after)
         # By tokens: those of two ends, such as <|return|> and <|end|>, may begin alike.
         common = turns.num_common(last.tokens, between.tokens)
-        special = next((place for place in range(common) if last.tokens[place] in self.special_ids), None)
+        is_special = [token in self.special_ids for token in last.tokens[:common]]
+        special = is_special.index(True) if True in is_special else None
+        while special is not None and is_special[special + 1 : special + 2] == [True]:
+            special += 1
         end = after[0][: last.offsets[common - 1 if special is None else special][1]] if common else ""
         if end.strip():
             return end.rstrip() if special is None else end
@@ -360,12 +363,12 @@ class FolderTokenizer:
         return frozenset({*self._tokenizer.all_special_ids, *(token for token, about in added if about.special)})
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns those of `generation_config.json`, or else of `config.json`, the tokenizer's own, and the token that ends a
-        turn of the assistant. If that is several tokens, `stop_texts` has it."""
+        """Returns those of `generation_config.json`, or else of `config.json`, the tokenizer's own, and the last token of what
+        ends a turn of the assistant, if that is special tokens alone. Else `stop_texts` has it."""
         found: tuple[int, ...] = () if self.separator is None else (self.separator,)
         tokens = self.encode_rendered((self.end_of_turn or "").strip()).tokens
-        if len(tokens) == 1 and tokens[0] in self._tokenizer.added_tokens_decoder:
-            found += (tokens[0],)
+        if tokens and {*tokens} <= self._tokenizer.added_tokens_decoder.keys():
+            found += (tokens[-1],)
         for name in reversed(MODEL_FILES):
             if ids := _end_ids(Path(self.source, name)):
                 return tuple(dict.fromkeys((*ids, *found)))
@@ -375,7 +378,7 @@ class FolderTokenizer:
         """Returns the text that ends a turn of the assistant, if it is no token of its own."""
         end = (self.end_of_turn or "").strip()
         tokens = self.encode_rendered(end).tokens
-        return () if not end or {*tokens} <= {*self.stop_ids()} else (end,)
+        return () if not end or {*tokens[-1:]} <= {*self.stop_ids()} else (end,)
 
     def digest(self) -> str:
         # Another version of the libraries may take the same files otherwise.

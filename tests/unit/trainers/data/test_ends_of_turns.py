@@ -88,6 +88,20 @@ def test_of_two_ends_that_begin_alike_none_is_the_end_of_each_turn_and_both_are_
     assert tokenizer.raw(document.tokens[document.token_weight > 0].tolist()) == "Hello<|eot_id|>Hello<|end|>"
 
 
+def test_an_end_of_two_special_tokens_is_trained_whole_and_stopped_at_its_last(tmp_path):
+    """As <|END_RESPONSE|><|END_OF_TURN_TOKEN|> of Cohere: the header of the next message is no part of it."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|><|start_header_id|>' + m.role + '\n' + m.content + '<|im_end|><|eot_id|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|><|start_header_id|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = FolderTokenizer(str(chat_folders.write(tmp_path / "folder", template)))
+    last = tokenizer.encode_rendered("<|eot_id|>").tokens[0]
+    assert tokenizer.end_of_turn == "<|im_end|><|eot_id|>"
+    assert (tokenizer.stop_ids(), tokenizer.stop_texts()) == ((tokenizer.separator, last), ())
+    (document,) = ChatEncoder(tokenizer).encode([{"messages": [ASKED, ANSWER, ASKED, ANSWER]}])
+    assert tokenizer.raw(document.tokens[document.token_weight > 0].tolist()) == "Hello<|im_end|><|eot_id|>" * 2
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_command_and_the_evaluation_stop_by_a_text_that_ends_a_turn(folders, tmp_path, chat):
     tokenizer = FolderTokenizer(str(folders["several"]))

@@ -63,7 +63,9 @@ def test_by_default_what_cannot_be_read_ends_training(tmp_path, events):
 def test_an_example_of_a_shuffled_epoch_is_named_by_its_own_number(tmp_path, events, on_error):
     """And not by the number at which it is drawn."""
     made = arguments(tmp_path, data={**DATA, "on_error": on_error}, optimizer=FIXED, max_num_steps=4)
-    own = BaseTrainer(made, Failing(ValueError("broken"), [40]), None)
+    data = Failing(ValueError("broken"), [40])
+    data.takes_any_index = False
+    own = BaseTrainer(made, data, None)
     reader = own.assembly.batching.reader(own.dataset_train)
     notes, found = [], []
     reader.note = notes.append
