@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -52,14 +52,16 @@ def shows(made_by: str) -> Callable[[Method], Method]:
     return mark
 
 
-def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
+def check_overrides(cls: type, elsewhere: Mapping[str, str], called: Collection[str] = ()) -> None:
     """Raises UsageError for methods of a user's class that nothing would call, and for overrides whose signature is another.
-    `elsewhere` says what to do instead, by names of other systems. `cls` inherits from a class of this package.
+    `elsewhere` says what to do instead, by names of other systems. `cls` inherits from a class of this package, or `called` has
+    the names that the system calls, with whatever they take.
 
     A method is called if it overrides one of this package, if a method that is called uses it, or if the user's program does.
     For a name of another system the last is not enough: `log` is used on many objects. Helpers begin with `_`.
     """
-    ours = {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
+    ours: dict[str, Any] = dict.fromkeys(called)
+    ours |= {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
     theirs = _members(cls)
     if not theirs:
         return
@@ -68,41 +70,28 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
         "has methods that nothing would call",
         _never_called(cls, theirs, ours, elsewhere),
     )
+    if called:
+        return
     _check_all(cls.__name__, "overrides what only shows what there is", {name: _shown_only(ours.get(name)) for name in theirs})
     alike = {name: _mismatch(name, values[0], ours[name]) for name, values in theirs.items() if name in ours}
     _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
 
 
-def check_task(task: Any, elsewhere: Mapping[str, str]) -> None:
-    """Raises UsageError for methods of a user's task that nothing would call. It need not inherit from a class of ours."""
-    cls = type(task)
-    ours = {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
-    problems = _never_called(cls, _members(cls), dict.fromkeys(CALLED_OF_A_TASK) | ours, elsewhere)
-    _check_all(cls.__name__, "has methods that nothing would call", problems)
-
-
-def check_uses(trainer: Any, uses: Mapping[str, tuple[bool, str]]) -> None:
-    """Raises UsageError for hooks that a user's class overrides, and that are not called as the run is set up. `uses` has, by the
-    name of a hook, whether it is called, and else what to do."""
-    unused = {name: why for name, (is_called, why) in uses.items() if not is_called and _is_theirs(type(trainer), name)}
-    _check_all(type(trainer).__name__, "overrides what nothing would call", unused)
-
-
-def _is_theirs(cls: type, name: str) -> bool:
-    """Whether a user's class defines the hook, and has not marked it as its own."""
-    owner = _owner(cls, name)
-    return not _is_ours(owner) and not any(getattr(function, OWN, False) for function in _functions(vars(owner)[name]))
-
-
-def check_attributes(trainer: Any) -> None:
-    """Raises UsageError if an override was set on the object, where it is not looked for."""
+def check_hooks(trainer: Any, uses: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises UsageError if an override was set on the object, where it is not looked for; and for hooks that a class of the user
+    overrides, and that are not called as the run is set up: `uses` has, by name, whether a hook is called, and else what
+    to do."""
+    cls, name = type(trainer), type(trainer).__name__
     own = {name: value for name, value in vars(trainer).items() if callable(value)}
     wrong = {
         name: "define it in a class: set on the object it is not looked for"
         for name in own
-        if isinstance(getattr(type(trainer), name, None), FunctionType)
+        if isinstance(getattr(cls, name, None), FunctionType)
     }
-    _check_all(type(trainer).__name__, "has methods that nothing would call", wrong)
+    _check_all(name, "has methods that nothing would call", wrong)
+    theirs = {hook for hook in uses if not _is_ours(next(base for base in cls.__mro__ if hook in vars(base)))}
+    unused = {hook: uses[hook][1] for hook in theirs if not uses[hook][0] and not getattr(getattr(cls, hook), OWN, False)}
+    _check_all(name, "overrides what nothing would call", unused)
 
 
 def _check_all(name: str, what: str, problems: Mapping[str, str]) -> None:

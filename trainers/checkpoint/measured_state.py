@@ -46,7 +46,12 @@ class MeasuredState:
     """Measures states of one shape. What was infinite as the run began, such as a mask, may stay so."""
 
     def __init__(self, mesh: Mesh, store: ProgramStore, note: Callable[[str], None]):
-        self._program = Program("fingerprints", jax.jit(measured, out_shardings=replicated(mesh)), store, note, code=_code())
+        try:
+            # The text of all of ours that `measured` runs.
+            code = "".join(map(inspect.getsource, (array_fingerprints, host_memory)))
+        except OSError:  # the modules have none
+            code = None
+        self._program = Program("fingerprints", jax.jit(measured, out_shardings=replicated(mesh)), store, note, code=code)
         self._first: jax.Array | None = None
         """What was measured of the state that the run began with; not waited for."""
         self._first_names: list[str] = []
@@ -102,14 +107,6 @@ class MeasuredState:
     def _rows(self, state: TrainState) -> np.ndarray:
         """Returns uint32[num_leaves, 3]: `array_fingerprints.measured`."""
         return wait_for_device(self._program(state))
-
-
-def _code() -> str | None:
-    """Returns the text of all of ours that `measured` runs; None where modules have no text."""
-    try:
-        return "".join(map(inspect.getsource, (array_fingerprints, host_memory)))
-    except OSError:
-        return None
 
 
 def _not_finite(names: Sequence[str], rows: np.ndarray) -> dict[str, int]:

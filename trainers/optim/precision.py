@@ -49,22 +49,13 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(init, update)
 
 
-def with_precision(
-    optimizer: optax.GradientTransformation, master_weights: str, key: Callable[[str, jax.Array], jax.Array]
-) -> optax.GradientTransformation:
-    """Returns `optimizer` with what `optimizer.master_weights` says. `key`: as of `rounded_at_random`."""
-    if master_weights == "stochastic":
-        return rounded_at_random(optimizer, key)
-    return with_master_weights(optimizer) if master_weights == "float32" else in_float32(optimizer)
-
-
 def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `optimizer`, whose updates of parameters of bfloat16 add up in float32: what the update of one step is too small to
     change of a parameter, that of later steps does. Parameters that are as wide already cost nothing."""
     wide = in_float32(optimizer)
 
     def init(params: Any) -> Any:
-        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_narrow(leaf) else None, params)
+        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else None, params)
         return MasterWeights(wide.init(params), masters) if jax.tree.leaves(masters) else wide.init(params)
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -111,7 +102,7 @@ def rounded_at_random(
         updates, inner = wide.update(gradients, state.optimizer, params)
 
         def rounded(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
-            if not _is_narrow(param):
+            if param.dtype != jnp.bfloat16:
                 return update
             bits = jax.random.bits(key(parameter_path(path), state.num_updates), param.shape, jnp.uint16)
             return _rounded(_wide(param) + update, bits) - _wide(param)
@@ -134,7 +125,7 @@ def share_lost(params: Any, updates: Any) -> jax.Array:
     """Returns the share of the values of bfloat16 parameters that their update, which is not 0, does not change. float32."""
     lost, moved = jnp.zeros(()), jnp.zeros(())
     for update, param in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        if _is_narrow(param):
+        if param.dtype == jnp.bfloat16:
             after = jax.lax.reduce_precision(_wide(param) + update, *BFLOAT16_BITS)
             moved += jnp.mean(update != 0) * update.size
             lost += jnp.mean((update != 0) & (after == _wide(param))) * update.size
@@ -142,7 +133,7 @@ def share_lost(params: Any, updates: Any) -> jax.Array:
 
 
 def any_narrow(params: Any) -> bool:
-    return any(map(_is_narrow, jax.tree.leaves(params)))
+    return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
 
 
 def check_averages(params: Any) -> None:
@@ -155,10 +146,6 @@ def check_averages(params: Any) -> None:
             "that it keeps no longer moves after some hundred steps; set param_dtype: float32 (dtype may be bfloat16), "
             "optimizer.master_weights: float32, or use adamw"
         )
-
-
-def _is_narrow(leaf: Any) -> bool:
-    return leaf.dtype == jnp.bfloat16
 
 
 def _wide(tree: Any) -> Any:

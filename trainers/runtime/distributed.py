@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
@@ -187,9 +186,3 @@ def use_compile_cache(folder: str) -> None:
     compile_cache.keep_whole()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = path
     jax.config.update("jax_compilation_cache_dir", path)
-
-
-def program_folder() -> Path | None:
-    """Returns the folder in which this machine keeps executables; None if it keeps none."""
-    folder = os.environ.get("GANGWAY_PROGRAMS")
-    return Path(folder) if folder else None

@@ -20,7 +20,7 @@ from trainers.config import OptimizerConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
-from trainers.overrides import check_uses
+from trainers.overrides import check_hooks
 from trainers.protocol import Batch
 from trainers.step.finite import any_not_finite
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
@@ -38,10 +38,10 @@ def check_settings(arguments: TrainingArguments, *, prunes: bool = False, freeze
         raise UsageError("configure_functions returned a train step (state, batch) of its own:\n  " + "\n  ".join(problems))
 
 
-def check_hooks(trainer: Any) -> None:
+def check_hooks_of(trainer: Any) -> None:
     """Raises UsageError for hooks of the trainer that only the built-in train step calls."""
     own = "configure_functions returns a step (state, batch) of your own: call it there"
-    check_uses(trainer, dict.fromkeys(("forward_backward", "on_micro_step"), (False, own)))
+    check_hooks(trainer, dict.fromkeys(("forward_backward", "on_micro_step"), (False, own)))
 
 
 def _problems(arguments: TrainingArguments, prunes: bool, freezes: bool) -> Iterator[str]:

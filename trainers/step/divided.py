@@ -30,17 +30,8 @@ def shared_of(model: nnx.Module) -> Iterator[Shared]:
 
 
 def check_models(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
-    """Raises UsageError if the mesh does not divide one of the models (`ModelParts`, by name): its devices would compute the same
-    several times."""
-    check_divided_by_hand(mesh_sizes, models)
-    for name, model in models.items():
-        if lines := [f"{line} ({name})" for line in divisions.problems(model.shared, mesh_sizes)]:
-            raise UsageError("\n".join(lines))
-
-
-def check_divided_by_hand(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
-    """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide, or whose layers the
-    axis `pipeline` cannot: it would be computed again on each device along the axis."""
+    """Raises UsageError if the mesh does not divide one of the models (`ModelParts`, by name), as its axis `context` divides
+    sequences, and `pipeline` layers: its devices would compute the same several times."""
     whole = [name for name, model in models.items() if not getattr(model, "divides_sequences", False)]
     for axis, does in ((CONTEXT, "divides its sequences"), (PIPELINE, "has stages")):
         if (size := mesh_sizes.get(axis, 1)) > 1 and whole:
@@ -48,6 +39,9 @@ def check_divided_by_hand(mesh_sizes: Mapping[str, int], models: Mapping[str, An
                 f"mesh.{axis} = {size}: only a trainers.models.decoder.Decoder with its own `hidden` {does}, and "
                 f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
             )
+    for name, model in models.items():
+        if lines := [f"{line} ({name})" for line in divisions.problems(model.shared, mesh_sizes)]:
+            raise UsageError("\n".join(lines))
 
 
 def check_experts(mesh_sizes: Mapping[str, int], *trees: tuple[Any, Any]) -> None:

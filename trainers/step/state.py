@@ -28,7 +28,7 @@ from trainers.models.decoder import divides_sequences, multiplies_in_fp8
 from trainers.models.lora import Frozen
 from trainers.optim.param_groups import freezing, parameter_path, parameter_paths
 from trainers.optim.parameter_kinds import Kinds
-from trainers.optim.precision import with_precision
+from trainers.optim.precision import in_float32, rounded_at_random, with_master_weights
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rest_of_model, rng
@@ -271,8 +271,11 @@ def update_rule(
     optimizer: optax.GradientTransformation, arguments: TrainingArguments, groups: Sequence[ParameterGroup]
 ) -> optax.GradientTransformation:
     """Returns the optimizer for the parameters that are not frozen. In float32 also where it is the user's own."""
-    key = functools.partial(rng.key, arguments.seed)
-    return freezing(with_precision(optimizer, arguments.optimizer.master_weights, key), groups)
+    if arguments.optimizer.master_weights == "stochastic":
+        wide = rounded_at_random(optimizer, functools.partial(rng.key, arguments.seed))
+    else:
+        wide = with_master_weights(optimizer) if arguments.optimizer.master_weights == "float32" else in_float32(optimizer)
+    return freezing(wide, groups)
 
 
 def state_from_parameters(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,7 +40,6 @@ from trainers.protocol import (
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
 )
-from trainers.runtime import distributed
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step import adapted
 from trainers.step.by_hand import StepProgram, eval_by_hand, train_by_hand
@@ -172,12 +173,13 @@ class Assembly:
     def programs(self) -> ProgramStore:
         """Keeps the compiled programs."""
         arguments, host = self._trainer.arguments, runtime.current()
-        key, folder = host.program_key, distributed.program_folder()
+        # Where this machine keeps executables; unset: it keeps none.
+        key, folder = host.program_key, os.environ.get("GANGWAY_PROGRAMS")
         # All that a program is made from: one of other settings must not be found.
         origin = (key, dataclasses.asdict(arguments), jax.process_count(), jax.__version__)
         limit_gb = arguments.kept_programs_gb
         max_bytes = None if limit_gb is None else limit_gb * 1e9
-        return ProgramStore(folder if key else None, origin, host.note, max_bytes)
+        return ProgramStore(Path(folder) if key and folder else None, origin, host.note, max_bytes)
 
     def zeros(self, layout: Layout) -> MetricSums:
         return meshes.put_everywhere(self.mesh, layout.zeros())
@@ -310,7 +312,7 @@ class Assembly:
         if not hasattr(train, "prepare"):
             freezes = any(group.frozen for group in self.design.groups)
             adapted.check_settings(arguments, prunes=self.design.pruner is not None, freezes=freezes)
-            adapted.check_hooks(self._trainer)
+            adapted.check_hooks_of(self._trainer)
             shapes = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.global_batch_size)), output)
             layout = adapted.train_layout(train, state, shapes)
             tokens = self._trainer.task.tokens_per_example

@@ -50,7 +50,7 @@ from trainers.optim import pruning
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.schedules import build_schedule
 from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_A_TASK_METHOD
-from trainers.overrides import check_attributes, check_overrides, check_task, check_uses, shows
+from trainers.overrides import CALLED_OF_A_TASK, check_hooks, check_overrides, shows
 from trainers.protocol import (
     Batch,
     CheckpointManagerProtocol,
@@ -121,8 +121,9 @@ class BaseTrainer:
             distributed.let_cpus_run_one_program_at_a_time()
         # Before the datasets are wrapped: a subclass sets here what its transforms need.
         self.post_init()
-        check_attributes(self)
-        check_uses(self, self._uses())
+        early_stopper = arguments.evaluation.score is not None, "set evaluation.score, whose score it is told"
+        shapes = overrides(self, "prepare_batch"), "it says what prepare_batch makes: override that too"
+        check_hooks(self, {"build_early_stopper": early_stopper, "prepared_shapes": shapes})
         own = assets.named(self.build_model_assets())
         self.model_assets = {**carried.of(arguments, arguments.run_folder), **carried.labels_of(dataset_train), **own}
         """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
@@ -133,13 +134,6 @@ class BaseTrainer:
             self.dataset_eval = collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
         if self.names_are_final and dataset_train is not None:
             score_metrics.check_when_built(self)
-
-    def _uses(self) -> dict[str, tuple[bool, str]]:
-        """The hooks that only some settings call, as `check_uses` takes them."""
-        return {
-            "build_early_stopper": (self.arguments.evaluation.score is not None, "set evaluation.score, whose score it is told"),
-            "prepared_shapes": (overrides(self, "prepare_batch"), "it says what prepare_batch makes: override that too"),
-        }
 
     # ------------------------------------------------------------------ what a program calls
 
@@ -293,7 +287,7 @@ class BaseTrainer:
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
         from then on. A leaf of the state that is an array, and no shape, is what a new run begins with (`initial_state`)."""
-        check_task(self.task, INSTEAD_OF_A_TASK_METHOD)
+        check_overrides(type(self.task), INSTEAD_OF_A_TASK_METHOD, CALLED_OF_A_TASK)
         return self.assembly.design.configure()
 
     # ------------------------------------------------------------------ called once the devices are there

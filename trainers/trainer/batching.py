@@ -19,7 +19,7 @@ from trainers.data.reading import Reader
 from trainers.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
-from trainers.overrides import check_uses
+from trainers.overrides import check_hooks
 from trainers.protocol import Batch, Ids, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import TrainState
@@ -60,7 +60,8 @@ class Batching:
         row = self._rows_of_loader() if dataset is None else self.rows_of(dataset, [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self.prepared_shapes(shapes, model)
-        if (check_rows := getattr(self._trainer.task, "check_rows", None)) is not None:
+        check_rows = getattr(self._trainer.task, "check_rows", None)
+        if check_rows is not None and not overrides(self._trainer, "configure_dataloaders"):
             check_rows(shapes)
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
 
@@ -116,7 +117,7 @@ class Batching:
         train = as_loader(given.dataloader_train, make, ("batch",))
         # It may have asked for the built-in loader, and wrapped it.
         of_own = self._calls_hooks, "configure_dataloaders returns a loader of your own: call it there"
-        check_uses(self._trainer, dict.fromkeys(("preprocess_batch", "build_collator"), of_own))
+        check_hooks(self._trainer, dict.fromkeys(("preprocess_batch", "build_collator"), of_own))
         if held_out is not None:
             rows = arguments.evaluation.batch_size or arguments.micro_batch_size
             held_out = as_loader(held_out, self._iterated(rows, 1, 1), ("epoch",))

@@ -18,7 +18,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import UsageError
 from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_A_TASK_METHOD, INSTEAD_OF_AN_EVENT
-from trainers.overrides import CALLED_OF_A_TASK, check_overrides, check_task, own_method
+from trainers.overrides import CALLED_OF_A_TASK, check_overrides, own_method
 from trainers.protocol import TrainerConfigureDataloaderOutput
 from trainers.tasks.causal_lm import CausalLMTask
 
@@ -351,7 +351,7 @@ def task_with(base=TableTask, **members):
 @pytest.mark.parametrize("base", [TableTask, CausalLMTask])
 def test_a_method_of_a_task_that_nothing_would_call_is_an_error(base, name, remedy):
     with pytest.raises(UsageError, match=rf"^MyTask has methods that nothing would call:\n  {name}: .*{remedy}"):
-        check_task(task_with(base, **{name: method}), INSTEAD_OF_A_TASK_METHOD)
+        check_overrides(type(task_with(base, **{name: method})), INSTEAD_OF_A_TASK_METHOD, CALLED_OF_A_TASK)
 
 
 def test_all_that_the_system_calls_of_a_task_and_what_that_calls_is_none():
@@ -359,8 +359,8 @@ def test_all_that_the_system_calls_of_a_task_and_what_that_calls_is_none():
         return self.helper(model)
 
     members = dict.fromkeys(CALLED_OF_A_TASK, method) | {"loss": loss, "helper": method, "_hidden": method, "CONSTANT": 3}
-    check_task(task_with(**members), INSTEAD_OF_A_TASK_METHOD)
-    check_task(task_with(marked=own_method(method)), INSTEAD_OF_A_TASK_METHOD)
+    check_overrides(type(task_with(**members)), INSTEAD_OF_A_TASK_METHOD, CALLED_OF_A_TASK)
+    check_overrides(type(task_with(marked=own_method(method))), INSTEAD_OF_A_TASK_METHOD, CALLED_OF_A_TASK)
 
 
 def test_a_trainer_checks_its_task(tmp_path):

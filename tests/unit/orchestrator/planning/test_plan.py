@@ -238,7 +238,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"data": {"dataset": f"{__name__}:no_examples"}}, "data.paths: nothing there"),
         ({"data": {"dataset": f"{__name__}:one_dataset"}}, "returned Examples: expected (train, eval)"),
         (
-            {"data": {"dataset": f"{__name__}:of_two_lengths"}},
+            {"data": {"dataset": f"{__name__}:of_two_lengths", "sequence_length": 17}},
             "override build_data_collate_info to cut and fill up what varies in length",
         ),
         ({"recorders": ["json:NoRecorder"]}, "recorders: 'json:NoRecorder': module json has no 'NoRecorder'"),
@@ -258,14 +258,19 @@ def test_ones_own_loaders_may_make_batches_of_any_examples():
 @pytest.mark.parametrize(("batch", "num_read"), [(4, 4), (64, 10)])
 def test_of_a_stream_no_more_is_read_than_a_batch_and_than_there_is(batch, num_read):
     Stream.num_read = 0
-    changes = {"data": {"dataset": f"{__name__}:stream"}, "global_batch_size": batch, "optimizer": CONSTANT}
+    changes = {
+        "data": {"dataset": f"{__name__}:stream", "sequence_length": 16},
+        "global_batch_size": batch,
+        "optimizer": CONSTANT,
+    }
     assert estimate.plan(arguments(**changes), num_devices=1)[0] == []
     assert Stream.num_read == num_read
 
 
 def test_the_examples_of_columns_are_their_rows():
     problems, facts = estimate.plan(
-        arguments(data={"dataset": f"{__name__}:columns"}, max_num_steps=None, max_num_data_epochs=4), num_devices=1
+        arguments(data={"dataset": f"{__name__}:columns", "sequence_length": 16}, max_num_steps=None, max_num_data_epochs=4),
+        num_devices=1,
     )
     assert problems == []
     assert (facts["train_examples"], facts["eval_examples"], facts["max_steps"]) == (12, 3, 3)

@@ -151,6 +151,7 @@ OTHERS = {
     "mean_NAME": "as NAME",
     "learning_rate/PATTERN": "1",
     "loss_scale": "1",
+    "lost_updates": "1",
     "device_memory_bytes": "bytes",
     "device_memory_peak_bytes": "bytes",
     "host_cpu_percent": "%",
@@ -185,10 +186,11 @@ def test_a_run_publishes_all_of_it_and_nothing_else(run):
         "mean_NAME",
         "learning_rate/PATTERN",
         "loss_scale",
+        "lost_updates",
         "device_memory_bytes",
         "device_memory_peak_bytes",
         *("busiest_expert", "router_entropy", "mfu_of_fp8_peak"),
-    }  # of float16, of mixtures of experts, of fp8, and not of CPUs
+    }  # of float16, of bfloat16, of mixtures of experts, of fp8, and not of CPUs
     assert published == {name for name, _, _ in ROWS} - elsewhere
 
 
