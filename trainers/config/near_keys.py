@@ -191,19 +191,10 @@ OF_OTHERS = _by_name(
 )
 """Our keys, by the name that a setting has in another program: EasyDeL, fairseq2, VeOmni, the Trainer of Hugging Face."""
 NOT_OURS = frozenset(
-    {
-        "bsz_warmup_ratio",
-        "decoders",
-        "encoders",
-        "hf_save_epochs",
-        "hf_save_steps",
-        "mode",
-        "num_threads",
-        "train",
-        "type",
-        "unit",
-    }
-    | {"version"}
+    (
+        *("bsz_warmup_ratio", "decoders", "encoders", "hf_save_epochs", "hf_save_steps", "mode", "num_threads", "train", "type"),
+        *("unit", "version"),
+    )
 )
 """Names of theirs that are like keys of ours, and mean other things."""
 

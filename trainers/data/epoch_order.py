@@ -24,8 +24,8 @@ class EpochOrder:
             # After the shuffle: Grain then shuffles each repetition anew, with a seed made of `seed` and the number of the epoch.
             return order.repeat(None)
 
-        self._examples, self._order = examples, in_order(examples)
-        self._num_examples, self._numbers = len(examples), in_order(range(len(examples)))
+        self._examples, self._order, self._num_examples = examples, in_order(examples), len(examples)
+        self._in_order = in_order
 
     def __len__(self) -> int:
         return self._num_examples
@@ -34,7 +34,10 @@ class EpochOrder:
         return self._order[index]
 
     def where_is(self, index: int) -> str:
-        """Returns which example this is, for errors."""
-        number = int(self._numbers[index])
-        where_is = getattr(self._examples, "where_is", None)
-        return f"example {number} of the data" if where_is is None else where_is(number)
+        return where_is(self._examples, int(self._in_order(range(len(self)))[index]))
+
+
+def where_is(data: Any, index: int) -> str:
+    """Returns which example of the data has this index, for errors."""
+    own = getattr(data, "where_is", None)
+    return f"example {index} of the data ({type(data).__name__})" if own is None else own(index)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainers.config import DataConfig
+from trainers.data.epoch_order import where_is
 from trainers.errors import DataUnavailableError, TransientError, UsageError, may_pass
 from trainers.protocol import SKIPPED
 
@@ -45,7 +46,7 @@ class Reader:
             if self._num_noted < NOTED:
                 self._num_noted += 1
                 cause = error.__cause__ or error
-                self.note(f"{self._named(index)} is left out: {type(cause).__name__}: {cause}")
+                self.note(f"{where_is(self.dataset, index)} is left out: {type(cause).__name__}: {cause}")
             return self._filling(index, error)
 
     def _read(self, index: int) -> Mapping[str, Any]:
@@ -55,10 +56,12 @@ class Reader:
                 return self._columns(self.dataset[index])
             except Exception as error:
                 if not may_pass(error) or self.is_stream:
-                    error.add_note(f"while {self._named(index)} was read")
+                    error.add_note(f"while {where_is(self.dataset, index)} was read")
                     raise
                 if attempt == tries:
-                    message = f"{self._named(index)} could not be read, tried {tries} times: {type(error).__name__}: {error}"
+                    message = (
+                        f"{where_is(self.dataset, index)} could not be read, tried {tries} times: {type(error).__name__}: {error}"
+                    )
                     raise DataUnavailableError(message) from error
                 self.sleep(self.config.retry_backoff_s * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
@@ -76,7 +79,3 @@ class Reader:
     def _columns(self, example: Mapping[str, Any]) -> Mapping[str, Any]:
         ignored = self.config.ignore_columns
         return {name: value for name, value in example.items() if name not in ignored} if ignored else example
-
-    def _named(self, index: int) -> str:
-        where_is = getattr(self.dataset, "where_is", None)
-        return f"example {index} of the data ({type(self.dataset).__name__})" if where_is is None else where_is(index)

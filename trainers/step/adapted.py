@@ -20,6 +20,7 @@ from trainers.config import OptimizerConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
+from trainers.optim.precision import any_narrow
 from trainers.overrides import check_hooks
 from trainers.protocol import Batch
 from trainers.step.finite import any_not_finite
@@ -31,10 +32,10 @@ from trainers.step.train_step import STEP_METRICS, StepOutput, keep_unless, tota
 UserStep = Callable[[Any, Batch], Any]
 
 
-def check_settings(arguments: TrainingArguments, *, prunes: bool = False, freezes: bool = False) -> None:
+def check_settings(arguments: TrainingArguments, *, prunes: bool = False, freezes: bool = False, params: Any = ()) -> None:
     """Raises UsageError with all settings that only the built-in train step knows. `prunes`: the trainer has a pruner; `freezes`:
-    some of its parameters are frozen."""
-    if problems := list(_problems(arguments, prunes, freezes)):
+    some of its parameters, `params`, are frozen."""
+    if problems := list(_problems(arguments, prunes, freezes, params)):
         raise UsageError("configure_functions returned a train step (state, batch) of its own:\n  " + "\n  ".join(problems))
 
 
@@ -44,7 +45,7 @@ def check_hooks_of(trainer: Any) -> None:
     check_hooks(trainer, dict.fromkeys(("forward_backward", "on_micro_step"), (False, own)))
 
 
-def _problems(arguments: TrainingArguments, prunes: bool, freezes: bool) -> Iterator[str]:
+def _problems(arguments: TrainingArguments, prunes: bool, freezes: bool, params: Any) -> Iterator[str]:
     if arguments.accumulation_steps > 1:
         steps = arguments.accumulation_steps
         yield f"accumulation_steps = {steps}: expected 1, for the step gets the whole global batch and may divide it itself"
@@ -55,6 +56,8 @@ def _problems(arguments: TrainingArguments, prunes: bool, freezes: bool) -> Iter
             yield f"{name}: only the built-in step has frozen weights among its arguments; leave it out"
     if arguments.optimizer.max_grad_norm not in (None, OptimizerConfig.max_grad_norm):
         yield f"optimizer.max_grad_norm = {arguments.optimizer.max_grad_norm}: only the built-in step clips; clip in yours"
+    if arguments.optimizer.master_weights != "none" and any_narrow(params):
+        yield f"optimizer.master_weights = {arguments.optimizer.master_weights!r}: only the built-in step has them; set none"
     if freezes:
         yield "freeze_module (optimizer.groups): only the built-in step leaves out frozen parameters; leave it out"
     if arguments.pruning.pattern is not None:

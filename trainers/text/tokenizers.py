@@ -342,10 +342,9 @@ class FolderTokenizer:
         last, between = map(self.encode_rendered, after)
         # By tokens: those of two ends, such as <|return|> and <|end|>, may begin alike.
         common = turns.num_common(last.tokens, between.tokens)
-        is_special = [token in self.special_ids for token in last.tokens[:common]]
-        special = is_special.index(True) if True in is_special else None
-        while special is not None and is_special[special + 1 : special + 2] == [True]:
-            special += 1
+        is_special = [*(token in self.special_ids for token in last.tokens[:common]), False]
+        # The last of those that follow each other.
+        special = next((place for place in range(common) if is_special[place] and not is_special[place + 1]), None)
         end = after[0][: last.offsets[common - 1 if special is None else special][1]] if common else ""
         if end.strip():
             return end.rstrip() if special is None else end

@@ -311,7 +311,7 @@ class Assembly:
         steps = Steps(functions, self.design.step_layout, self.design.loss_layout)
         if not hasattr(train, "prepare"):
             freezes = any(group.frozen for group in self.design.groups)
-            adapted.check_settings(arguments, prunes=self.design.pruner is not None, freezes=freezes)
+            adapted.check_settings(arguments, prunes=self.design.pruner is not None, freezes=freezes, params=state.params)
             adapted.check_hooks_of(self._trainer)
             shapes = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.global_batch_size)), output)
             layout = adapted.train_layout(train, state, shapes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data.epoch_order import EpochOrder
+from trainers.data.epoch_order import EpochOrder, where_is
 from trainers.errors import DataError, UsageError
 
 ENDLESS = 1 << 62
@@ -31,9 +31,7 @@ class Numbered:
         return {"sample_id": np.asarray(number, np.int32), **as_example(self.data[index])}
 
     def where_is(self, index: int) -> str:
-        """Returns which example this is, for errors."""
-        where_is = getattr(self.data, "where_is", None)
-        return f"example {index} of the data ({type(self.data).__name__})" if where_is is None else where_is(index)
+        return where_is(self.data, index)
 
 
 class Columns:

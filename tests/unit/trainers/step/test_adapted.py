@@ -121,6 +121,11 @@ def returning(step):
             r"build_pruner \(pruning.pruner\): only the built-in step calls",
         ),
         (OwnSteps, {"optimizer": SGD | {"max_grad_norm": 0.5}}, r"optimizer\.max_grad_norm = 0\.5: only the built-in step clips"),
+        (
+            OwnSteps,
+            {"task": "tests.unit.trainers.optim.test_precision:NarrowTask"},
+            r"master_weights = 'float32': only the built-in",
+        ),
         (OwnSteps, {"optimizer": SGD | {"groups": [{"pattern": "out", "frozen": True}]}}, "freeze_module .*leaves out frozen"),
         (
             type("OwnSteps", (OwnSteps,), {"on_micro_step": lambda self, loss, gradients, batch: (loss, gradients)}),
