@@ -4,14 +4,25 @@ import gc
 import os
 import signal
 
+import hypothesis
 import pytest
 
+from tests import fuzz
 from tests.environment import as_users_compile, prepare, start_jax
 from tests.ledger import Ledger
 from tests.pool import Pool
 from tests.progress import MARKERS, Progress
 
 prepare(os.environ)
+# The same cases each time, but for a run that is given a seed. A deadline, or a check that cases come fast, is a limit on time.
+hypothesis.settings.register_profile(
+    "suite",
+    derandomize=fuzz.SEED not in os.environ,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module", autouse=True)

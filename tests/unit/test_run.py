@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import os
 
+import hypothesis
 import pytest
 
-from tests import ROOT, compile_cache, costs, environment, ledger, reach, run
+from tests import ROOT, compile_cache, costs, environment, fuzz, ledger, reach, run
 
 TEST = """
 def test_it(pytestconfig):
@@ -154,6 +155,13 @@ def test_no_test_gives_up_on_a_busy_machine():
         if (waits := [*seconds_of_waits(path.read_text())])
     }
     assert found.keys() == NOT_FOR_WHAT_MUST_COME.keys(), found
+
+
+def test_a_property_has_no_limit_on_time_and_the_same_cases_each_time():
+    found = hypothesis.settings()
+    assert found.deadline is None
+    assert hypothesis.HealthCheck.too_slow in found.suppress_health_check
+    assert found.derandomize == (fuzz.SEED not in os.environ)
 
 
 @pytest.mark.parametrize(

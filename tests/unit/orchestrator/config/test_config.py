@@ -527,7 +527,7 @@ scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), s
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.dictionaries(st.sampled_from([*TrainingArguments.__dataclass_fields__, *ORCHESTRATOR_SECTIONS, "arguments"]), values)
 )
@@ -537,14 +537,14 @@ def test_any_data_is_a_configuration_or_an_error_in_words(data):
         assert build(to_dict(job)) == job
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(alphabet="ab:[]{}&*!|>'\"-#,? \n\t1.\0~", max_size=30))
 def test_any_text_is_read_or_an_error_in_words(text):
     with suppress(ConfigError):
         assert isinstance(yaml_source.parse(text, "text").data, dict)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     key=st.sampled_from(["seed", "data", "data.paths", "hosts.env.A", "mesh.x.y", "data.pattern", ""]), text=st.text(max_size=12)
 )

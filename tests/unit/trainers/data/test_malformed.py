@@ -125,7 +125,7 @@ def test_a_row_that_the_reader_has_not_used_up_is_malformed(tmp_path, monkeypatc
 @given(
     text=st.text(st.sampled_from('ab,"\r\n \t'), max_size=40), chunk=st.integers(1, 9), delimiter=st.sampled_from([b",", b"\t"])
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_of_rightly_placed_quotes_are_those_of_the_reader_of_csv(text, chunk, delimiter):
     """`of_rows` sees quotes and their neighbours alone. It says None where it cannot tell."""
     before, bounds.CHUNK_BYTES = bounds.CHUNK_BYTES, chunk

@@ -23,7 +23,7 @@ def constant(*weights, max_rows=None):
     return Mixture([*shares])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(WEIGHTS, st.integers(0, 10**9), st.integers(1, 300))
 def test_the_rows_of_any_window_are_in_the_proportions_of_the_weights(weights, first, num_rows):
     made = constant(*weights)
@@ -33,7 +33,7 @@ def test_the_rows_of_any_window_are_in_the_proportions_of_the_weights(weights, f
         assert abs(found[number] - share) <= math.log2(len(weights)) + 1 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, st.lists(st.one_of(st.none(), st.integers(1, 60)), min_size=6, max_size=6), st.integers(0, 200))
 def test_each_source_gives_its_rows_one_after_the_other_and_no_more_than_it_may(weights, limits, num_rows):
     made = constant(*weights, max_rows=limits[: len(weights)])

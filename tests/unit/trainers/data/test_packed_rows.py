@@ -125,7 +125,7 @@ def test_held_out_rows_have_ids_and_sources_of_their_own():
     assert {int(held_out[index]["source"]) for index in range(len(held_out))} == {0, 1, 2}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 5),
     weights=st.lists(st.sampled_from([0.1, 0.5, 1.0, 3.0]), min_size=3, max_size=3),

@@ -38,7 +38,7 @@ def each_target_once(lengths):
     return {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 2))
 def test_every_token_with_a_predecessor_in_its_document_is_a_target_once_an_epoch(lengths, seed, epoch):
     for packing in ("concat", "fit", None):
@@ -84,7 +84,7 @@ def best_fit_one_by_one(lengths, room):
     return sorted(bins)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(2, 17), min_size=1, max_size=60).map(np.array))
 def test_groups_of_bins_are_those_that_best_fit_decreasing_makes_one_by_one(lengths):
     made = plan(lengths, "fit", LENGTH, (0,))

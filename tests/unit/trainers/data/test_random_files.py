@@ -281,7 +281,7 @@ def _nothing_is_kept(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "home"))
 
 
-QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+QUIET = {"suppress_health_check": list(HealthCheck)}
 QUIET["phases"] = [Phase.explicit, Phase.generate]  # to make a failure smaller takes minutes
 
 

@@ -137,7 +137,7 @@ def check(tokenizer, name, record):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=25, derandomize=True, deadline=None, database=None)
+@settings(max_examples=25)
 @given(record=RECORDS)
 def test_a_record_is_the_right_document_or_refused_by_name(tokenizers, name, record):
     check(tokenizers[name], name, record)
@@ -146,7 +146,7 @@ def test_a_record_is_the_right_document_or_refused_by_name(tokenizers, name, rec
 @pytest.mark.slow("many records; `make fuzz KIND=records` has more")
 @pytest.mark.parametrize("name", WRITTEN)
 @seed(fuzz.seed(11))
-@settings(max_examples=fuzz.count(100), deadline=None, database=None)
+@settings(max_examples=fuzz.count(100))
 @given(record=RECORDS)
 def test_many_records_are_right_or_refused_by_name(tokenizers, name, record):
     check(tokenizers[name], name, record)
@@ -195,7 +195,7 @@ def test_many_records_come_back_from_the_files_of_datasets(tmp_path):
     folder.mkdir()
 
     @seed(fuzz.seed(12))
-    @settings(max_examples=fuzz.count(60), deadline=None, database=None)
+    @settings(max_examples=fuzz.count(60))
     @given(records=st.lists(RECORDS, min_size=1, max_size=4))
     def each(records):
         written.append(check_written(records, folder))

@@ -191,7 +191,7 @@ def check(tokenizer, parts, messages):
     assert learnt == wanted
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@settings(max_examples=60)
 @given(parts=PARTS, messages=conversations())
 def test_what_a_template_does_not_write_is_refused_and_the_rest_is_the_target(tokenizer, parts, messages):
     check(tokenizer, parts, messages)
@@ -199,7 +199,7 @@ def test_what_a_template_does_not_write_is_refused_and_the_rest_is_the_target(to
 
 @pytest.mark.slow("many templates; `make fuzz KIND=templates` has more")
 @seed(fuzz.seed(5))
-@settings(max_examples=fuzz.count(200), deadline=None, database=None)
+@settings(max_examples=fuzz.count(200))
 @given(parts=PARTS, messages=conversations())
 def test_many_templates_are_right_or_refused(tokenizer, parts, messages):
     check(tokenizer, parts, messages)

@@ -147,7 +147,7 @@ def of_datasets(folder, made):
     return [open_records(DataConfig(paths=(str(folder / name),))) for name in ("a.parquet", "saved")]
 
 
-@settings(max_examples=15, derandomize=True, deadline=None, database=None)
+@settings(max_examples=15)
 @given(rows=ROWS)
 def test_the_json_and_the_classes_of_datasets_are_read_as_they_were(rows):
     with tempfile.TemporaryDirectory() as folder:

@@ -179,7 +179,7 @@ def test_blank_lines_and_windows_endings_are_no_records(tmp_path):
     chunk=st.integers(1, 9),
     end=st.sampled_from(["\n", "\r\n"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_lines_do_not_depend_on_the_chunks_that_are_read(texts, chunk, end):
     jsonl = "".join(json.dumps({"t": text}) + end * (1 + len(text) % 2) for text in texts).encode()
     rows = io.StringIO(newline="")

@@ -206,7 +206,7 @@ FILES = (
 
 
 @seed(1)
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50)
 @given(*FILES)
 def test_a_file_is_read_as_transformers_reads_it_or_refused(number, changes, risky, left_out):
     check_file(number, changes, risky, left_out)
@@ -214,7 +214,7 @@ def test_a_file_is_read_as_transformers_reads_it_or_refused(number, changes, ris
 
 @pytest.mark.slow("many files; `make fuzz KIND=configs` has more")
 @seed(fuzz.seed(2))
-@settings(max_examples=fuzz.count(200), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=fuzz.count(200), suppress_health_check=list(HealthCheck))
 @given(*FILES)
 def test_many_files_are_read_as_transformers_reads_them_or_refused(number, changes, risky, left_out):
     check_file(number, changes, risky, left_out)
@@ -273,7 +273,7 @@ MODELS = (st.integers(0, 10_000), SETTINGS, st.one_of(st.just(set()), st.sets(st
 
 
 @seed(3)
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50)
 @given(*MODELS)
 def test_a_model_is_written_as_transformers_reads_it_or_refused(number, changes, left_out):
     check_model(number, changes, left_out)
@@ -281,7 +281,7 @@ def test_a_model_is_written_as_transformers_reads_it_or_refused(number, changes,
 
 @pytest.mark.slow("many models; `make fuzz KIND=models` has more")
 @seed(fuzz.seed(4))
-@settings(max_examples=fuzz.count(200), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=fuzz.count(200), suppress_health_check=list(HealthCheck))
 @given(*MODELS)
 def test_many_models_are_written_as_transformers_reads_them_or_refused(number, changes, left_out):
     check_model(number, changes, left_out)
