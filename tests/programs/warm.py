@@ -7,7 +7,16 @@ import json
 import sys
 
 from trainers import runtime, worker
+from trainers.callbacks import Callback
 from trainers.settings import ARGUMENTS_CLASS
+
+
+class Looking(Callback):
+    def __init__(self, warm, imported):
+        self.warm, self.imported = warm, imported
+
+    def on_train_begin(self, state, **about):
+        self.imported.extend(sorted(set(sys.modules) - self.warm))
 
 
 def main(path: str) -> None:
@@ -16,12 +25,7 @@ def main(path: str) -> None:
     warm, imported = set(sys.modules), []
     runtime.install(runtime.Runtime(lambda event: None, program_key="tests"))
     trainer = prepared.trainer
-
-    def started(state):
-        imported.extend(sorted(set(sys.modules) - warm))
-        return state
-
-    trainer.on_training_start = started
+    trainer.add_callback(Looking(warm, imported))
     trainer.train()
     print(json.dumps({"imported": imported, "from_step": trainer.training.loop.resume.meta.get("step")}))
 
