@@ -31,8 +31,9 @@ MEDIANS = Path(__file__).with_name("medians.json")
 BY_TORCH = Path(__file__).with_name("by_torch.py")
 NOISE = 0.03
 """By this share the medians of two runs may differ on a quiet machine."""
-STEPS = {"2 ms": (15, 1000), "20 ms": (15, 200), "main": (5, 20)}
-"""Of each workload: pairs, and steps of each."""
+STEPS = {"2 ms": (5, 3, 1000), "20 ms": (3, 5, 200), "main": (1, 5, 20)}
+"""Of each workload: pairs of processes, pairs of measurements of each, and the steps of one. How fast short steps are differs by
+some percent from one process to the next."""
 FIRST_STEPS, SAVES, RECOVERIES = 7, 9, 9
 FOR_RECOVERIES = ("tracking.mlflow=false", "max_num_steps=1500", "publish_every_steps=50", "checkpoint.save_steps=40")
 
@@ -100,20 +101,22 @@ def share_of(number: int, options: argparse.Namespace) -> int:
 
 def steps_of(workload: str, folder: Path, options: argparse.Namespace) -> list[Pair]:
     """The seconds of a step in long turns of two processes, which both wait while the other one trains."""
-    num_pairs, steps = (share_of(number, options) for number in STEPS[workload])
-    with ExitStack() as ended:
-        both = [
-            ended.enter_context(started(command, line, folder / name))[0]
-            for name, command, line in (by_hand_in(folder, workload, options.torch), ours_in(folder, workload))
-        ]
-        for process in both:
-            seconds_of(process, by_hand.WARM_UP_STEPS)
-        pairs = []
-        for number in range(num_pairs):
-            # Each comes first in every other pair: what a machine does besides is shared out.
-            order = both[:: -1 if number % 2 else 1]
-            took_s = {process.pid: seconds_of(process, steps) / steps for process in order}
-            pairs.append(Pair(*(took_s[process.pid] for process in both)))
+    num_processes, num_pairs, steps = STEPS[workload]
+    pairs: list[Pair] = []
+    for _ in range(num_processes if options.share == 1 else 1):
+        with ExitStack() as ended:
+            both = [
+                ended.enter_context(started(command, line, folder / name))[0]
+                for name, command, line in (by_hand_in(folder, workload, options.torch), ours_in(folder, workload))
+            ]
+            for process in both:
+                seconds_of(process, by_hand.WARM_UP_STEPS)
+            for number in range(share_of(num_pairs, options)):
+                # Each comes first in every other pair: what a machine does besides is shared out.
+                order = both[:: -1 if number % 2 else 1]
+                turn = share_of(steps, options)
+                took_s = {process.pid: seconds_of(process, turn) / turn for process in order}
+                pairs.append(Pair(*(took_s[process.pid] for process in both)))
     return pairs
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench
+from benchmarks import bench, fp8_curve
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
@@ -48,12 +48,12 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
 
 
 @pytest.mark.slow("runs a whole benchmark")
-def test_the_benchmark_of_8_bits_tells_the_losses_of_three_types(env):
-    command = [sys.executable, "-m", "benchmarks.fp8_curve", "--steps", "2", "--seeds", "1"]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_benchmark_of_8_bits_tells_the_losses_of_three_types(monkeypatch, capsys):
+    monkeypatch.setattr(fp8_curve, "MODEL", {**fp8_curve.MODEL, "num_layers": 1, "width": 16, "mlp_width": 24})
+    monkeypatch.setattr(sys, "argv", ["fp8_curve", "--steps", "2", "--seeds", "1"])
+    fp8_curve.main()
     three = r"\d\.\d{4} \d\.\d{4} \d\.\d{4}"
-    first, *differ, seconds = done.stdout.splitlines()
+    first, *differ, seconds = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"seed 1, step 2: loss {three}, eval_loss {three}", first)
     shape = r"seed 1, (float32|fp8): (loss|eval_loss) differs by \d\.\d\d% \(median\), \d\.\d\d% at most"
     assert [bool(re.fullmatch(shape, line)) for line in differ] == [True] * 4
