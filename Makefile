@@ -71,7 +71,7 @@ build/prometheus:
 	@if (cd $@.tmp && apt-get download --quiet=2 prometheus && dpkg -x prometheus_*.deb .) >/dev/null 2>&1; then mv $@.tmp $@; \
 		else rm -rf $@.tmp; echo 'Prometheus cannot be had from apt: the test of the dashboard is skipped' >&2; fi
 
-bench: env  ## What training costs beside the best loop by hand, against the kept medians; ten quiet minutes (ARGS="save --keep")
+bench: env  ## What training costs beside a loop by hand, against the kept medians; 16 quiet minutes (ARGS="save --keep")
 	@$(IN_VENV) -m benchmarks.bench $(ARGS)
 
 dashboard: env  ## Write the dashboard of Grafana anew, docs/grafana/gangway.json

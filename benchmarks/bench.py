@@ -1,4 +1,4 @@
-"""What training costs here beside the best loop by hand, in turns on this machine: `make bench`, some ten minutes.
+"""What training costs here beside a loop by hand, in turns on this machine: `make bench`, some 16 minutes.
 
     python -m benchmarks.bench [ROW ...] [--torch PYTHON] [--keep]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +31,8 @@ from benchmarks.by_hand import FIRST_STEP, TOOK, WORKLOADS
 MEDIANS = Path(__file__).with_name("medians.json")
 BY_TORCH = Path(__file__).with_name("by_torch.py")
 NOISE = 0.03
-"""By this share the medians of two runs may differ on a quiet machine."""
+"""A row is named if its median is larger than the kept one by more than this share. Two runs on a quiet machine differ by 1 to 4
+% in steps and first steps, and by 15 % in saves and recoveries."""
 STEPS = {"2 ms": (5, 3, 1000), "20 ms": (3, 5, 200), "main": (1, 5, 20)}
 """Of each workload: pairs of processes, pairs of measurements of each, and the steps of one. How fast short steps are differs by
 some percent from one process to the next."""
@@ -100,23 +102,29 @@ def share_of(number: int, options: argparse.Namespace) -> int:
 
 
 def steps_of(workload: str, folder: Path, options: argparse.Namespace) -> list[Pair]:
-    """The seconds of a step in long turns of two processes, which both wait while the other one trains."""
+    """The seconds of a step, by several pairs of processes."""
     num_processes, num_pairs, steps = STEPS[workload]
     pairs: list[Pair] = []
-    for _ in range(num_processes if options.share == 1 else 1):
-        with ExitStack() as ended:
-            both = [
-                ended.enter_context(started(command, line, folder / name))[0]
-                for name, command, line in (by_hand_in(folder, workload, options.torch), ours_in(folder, workload))
-            ]
-            for process in both:
-                seconds_of(process, by_hand.WARM_UP_STEPS)
-            for number in range(share_of(num_pairs, options)):
-                # Each comes first in every other pair: what a machine does besides is shared out.
-                order = both[:: -1 if number % 2 else 1]
-                turn = share_of(steps, options)
-                took_s = {process.pid: seconds_of(process, turn) / turn for process in order}
-                pairs.append(Pair(*(took_s[process.pid] for process in both)))
+    for _ in range(math.ceil(options.share * num_processes)):
+        pairs += turns_of(workload, folder, options, share_of(num_pairs, options), share_of(steps, options))
+    return pairs
+
+
+def turns_of(workload: str, folder: Path, options: argparse.Namespace, num_pairs: int, steps: int) -> list[Pair]:
+    """The seconds of a step in long turns of two processes, which both wait while the other one trains."""
+    with ExitStack() as ended:
+        both = [
+            ended.enter_context(started(command, line, folder / name))[0]
+            for name, command, line in (by_hand_in(folder, workload, options.torch), ours_in(folder, workload))
+        ]
+        for process in both:
+            seconds_of(process, by_hand.WARM_UP_STEPS)
+        pairs = []
+        for number in range(num_pairs):
+            # Each comes first in every other pair: what a machine does besides is shared out.
+            order = both[:: -1 if number % 2 else 1]
+            took_s = {process.pid: seconds_of(process, steps) / steps for process in order}
+            pairs.append(Pair(*(took_s[process.pid] for process in both)))
     return pairs
 
 

@@ -77,7 +77,7 @@ def arguments_of(kind: str, seed: int, steps: int, storage: str) -> dict[str, An
         "model": {**MODEL, "fp8": fp8},
         "data": {"paths": ["python-stdlib"], "sequence_length": 64, "packing": "concat", "eval_fraction": 0.05},
         "optimizer": {"name": "adamw", "learning_rate": 2e-3, "schedule": schedule},
-        "evaluation": {"every_steps": min(EVERY, steps), "max_batches": min(64, steps)},
+        "evaluation": {"every_steps": min(EVERY, steps), "max_batches": 64},
         "checkpoint": {"save_at_end": False},
         "kept_programs_gb": 0.0,
     }

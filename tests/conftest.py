@@ -14,7 +14,7 @@ from tests.pool import Pool
 from tests.progress import MARKERS, Progress
 
 prepare(os.environ)
-# The same cases each time, but for a run that is given a seed. A deadline, or a check that cases come fast, is a limit on time.
+# The same cases each time; those of the seed where a run has one. A deadline, or a check that cases come fast, limits the time.
 hypothesis.settings.register_profile(
     "suite",
     derandomize=fuzz.SEED not in os.environ,
@@ -23,6 +23,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("suite")
+if fuzz.SEED in os.environ:
+    hypothesis.core.global_force_seed = fuzz.seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -162,6 +162,7 @@ def test_a_property_has_no_limit_on_time_and_the_same_cases_each_time():
     assert found.deadline is None
     assert hypothesis.HealthCheck.too_slow in found.suppress_health_check
     assert found.derandomize == (fuzz.SEED not in os.environ)
+    assert hypothesis.core.global_force_seed == (fuzz.seed(0) if fuzz.SEED in os.environ else None)
 
 
 @pytest.mark.parametrize(
