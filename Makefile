@@ -144,4 +144,4 @@ lock:  ## Resolve pyproject.toml anew into requirements.lock
 
 clean:  ## Remove caches; keep .venv and runs
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find trainers cluster orchestrator tests -name __pycache__ -prune -exec rm -rf {} +
+	find gangway trainers cluster orchestrator tests -name __pycache__ -prune -exec rm -rf {} +

@@ -28,9 +28,9 @@ from typing import Any
 
 from benchmarks import accelerator_table
 from benchmarks.accelerator_measures import Context, Measurement, measurements
-from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
-from trainers.storage.documents import read_json, write_json, write_text
-from trainers.surroundings import end_with_parent
+from gangway.foreign_errors import OUT_OF_MEMORY_SIGNS
+from gangway.storage.documents import read_json, write_json, write_text
+from gangway.surroundings import end_with_parent
 
 EXIT_DONE, EXIT_MISSING, EXIT_REFUSED = 0, 1, 2
 DONE, FAILED, OUT_OF_MEMORY, TIMED_OUT = "done", "failed", "out of memory", "timed out"

@@ -30,7 +30,7 @@ from benchmarks.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
-DEFAULT = ("trainers", "cluster/hosts", "cluster/agent/watchdog.py", "orchestrator/failures", "orchestrator/policies")
+DEFAULT = ("gangway", "trainers", "cluster/hosts", "cluster/agent/watchdog.py", "orchestrator/failures", "orchestrator/policies")
 """All of the training program, and what decides without Ray."""
 LEAST_LIMIT_S, LIMIT_FACTOR = 60.0, 5.0
 OUTCOMES = ("killed", "timeout", "survived", "equivalent")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from trainers.surroundings import keep_freed_memory
+from gangway.surroundings import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "benchmarks.saves")  # as the processes do that train
@@ -38,11 +38,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gangway.storage import usage
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
-from trainers.storage import usage
 
 LAYERS, ARRAYS_PER_LAYER = 12, 9
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gangway.config.section import Section, require
 from trainers.config.arguments import TrainingArguments
-from trainers.config.section import Section, require
 from trainers.protocol import Loss
 from trainers.tasks.causal_lm import CausalLMTask
 

@@ -17,6 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gangway.first_line import say
+from gangway.storage import documents, not_finite
+from gangway.storage.documents import DamagedDocument
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
+from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, in_one_line, parser_of_run, run_of
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
@@ -24,12 +30,6 @@ from orchestrator.runs.copying import copy_run
 from trainers.checkpoint import committed, layout, manifest, standing
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.standing import Folder
-from trainers.first_line import say
-from trainers.storage import documents, not_finite
-from trainers.storage.documents import DamagedDocument
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
-from trainers.terminal import command
 
 EXIT_FINE = 0
 EXIT_DAMAGED = 1

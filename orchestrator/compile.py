@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.terminal import command
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
@@ -30,9 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     say(f"compiling {options.config}: nothing is started", stream=sys.stderr)
     # After the first line: this imports much.
+    from gangway.config.masking import masked
     from orchestrator.config.job import ConfigError, load
     from orchestrator.planning.child import PlanError
-    from trainers.config.masking import masked
 
     try:
         config = load(options.config, options.overrides)

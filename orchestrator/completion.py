@@ -20,13 +20,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from gangway.config import near_keys
+from gangway.program import GANGWAY, parser, parser_of
+from gangway.terminal import command
 from orchestrator.config.job import SECTIONS
 from orchestrator.gangway import COMMANDS
 from trainers import settings
-from trainers.config import near_keys
 from trainers.config.arguments import TrainingArguments
-from trainers.program import GANGWAY, parser, parser_of
-from trainers.terminal import command
 
 OVERRIDES = "key=value"
 """What a command that takes settings calls them."""

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-from cluster.agent.events import AgentEvent
-from trainers.runtime import events as process_events
+from gangway.wire import events as process_events
+from gangway.wire.agent_events import AgentEvent
 
 HostEvent = process_events.Event | AgentEvent
 """An event of a host: of its training process, or of its agent."""
@@ -45,7 +45,7 @@ class RunStarted(TypedDict):
 class Status(TypedDict):
     ev: Literal["status"]
     state: str
-    """A label of `trainers.runtime.phases.PHASES`, or a state of the driver."""
+    """A label of `gangway.wire.phases.PHASES`, or a state of the driver."""
     message: NotRequired[str]
 
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gangway.config.section import did_you_mean
+from gangway.program import GANGWAY
+from gangway.surroundings import keep_freed_memory
+from gangway.terminal import command
 from orchestrator.shipped.files import configuration_named
-from trainers.config.section import did_you_mean
-from trainers.program import GANGWAY
-from trainers.surroundings import keep_freed_memory
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
-PACKAGES = ("orchestrator", "trainers", "cluster")
+PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
 
 
 class Command(NamedTuple):

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gangway.program import Parser
+from gangway.storage import ours
+from gangway.terminal import command
 from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
-from trainers.program import Parser
-from trainers.storage import ours
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 NEXT = {

@@ -14,14 +14,14 @@ import threading
 import time
 from typing import Any
 
+from gangway.config.masking import masked
+from gangway.storage import documents
+from gangway.terminal import command
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
 from orchestrator.launching import Interrupted, run_job, why_no_outcome
 from orchestrator.planning.child import PlanError
 from orchestrator.run_state.lease import RunInUse
-from trainers.config.masking import masked
-from trainers.storage import documents
-from trainers.terminal import command
 
 
 @command

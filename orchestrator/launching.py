@@ -15,6 +15,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
+from gangway.config.masking import masked
+from gangway.storage import documents
+from gangway.storage.probe import check_writable
+from gangway.storage.refused import no_folder_if_refused
+from gangway.terminal import outlives_terminal
 from orchestrator.board import Board, BoardLike, start_remote_board
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
@@ -33,12 +38,7 @@ from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFU
 from orchestrator.run_state.summary import SUMMARY
 from orchestrator.run_state.versions import check_versions
 from orchestrator.tracking import tags
-from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
-from trainers.storage import documents
-from trainers.storage.probe import check_writable
-from trainers.storage.refused import no_folder_if_refused
-from trainers.terminal import outlives_terminal
 
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""

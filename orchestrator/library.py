@@ -23,14 +23,14 @@ from types import FrameType
 from typing import Any, Protocol
 
 from cluster.agent.child_process import import_path
+from gangway.config.importable import LAUNCHING, why_not_here
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
+from gangway.storage import documents
+from gangway.terminal import shown
 from orchestrator.config.job import ConfigError, JobConfig, build
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
-from trainers.config.importable import LAUNCHING, why_not_here
 from trainers.config.keywords import plain, put
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
-from trainers.storage import documents
-from trainers.terminal import shown
 
 END = "end.json"
 """The file in which the process of the run says how it has ended."""

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.terminal import command
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 SAVE_BYTES_PER_S = 1e9
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     say(f"planning {options.config}: nothing is started", stream=sys.stderr)
     # After the first line: this imports much.
+    from gangway.config.masking import masked
+    from gangway.storage import not_finite
     from orchestrator.config.job import ConfigError, load
     from orchestrator.planning import hardware, meshes
     from orchestrator.planning.child import PlanError
-    from trainers.config.masking import masked
-    from trainers.storage import not_finite
 
     try:
         machines = [] if options.on is None else hardware.overrides_for(options.on)
@@ -149,8 +149,8 @@ def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
 
 def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns what follows from the time of a step; nothing where that is not known, but why."""
+    from gangway.storage.opening import is_url
     from orchestrator.planning import roofline, trial
-    from trainers.storage.opening import is_url
 
     if estimate.flops_per_step is None or not found["fits"]:
         return {"step_s": None, "not_predicted": "the model's FLOPs are not known" if found["fits"] else "it does not fit"}

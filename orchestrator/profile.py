@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.agent.answers import Profiled
+from gangway.first_line import say
+from gangway.storage import documents
+from gangway.terminal import command
+from gangway.wire.agent_answers import Profiled
+from gangway.wire.orders import Profile
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
-from trainers.first_line import say
-from trainers.runtime.orders import Profile
-from trainers.storage import documents
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3

@@ -12,9 +12,9 @@ import sys
 import time
 from typing import NoReturn
 
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.terminal import command
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.terminal import command
 
 
 @command

@@ -4,5 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder of the project."""
-PACKAGES = ("trainers", "cluster", "orchestrator")
+PACKAGES = ("gangway", "trainers", "cluster", "orchestrator")
 """Those of the product."""

@@ -8,8 +8,8 @@ from typing import Any, Literal, NotRequired, get_args, get_origin, get_type_hin
 
 from pydantic import PydanticUserError, TypeAdapter
 
+from gangway.wire.events import Event as ProcessEvent
 from orchestrator.events import ConsoleEvent, HostEvent
-from trainers.runtime.events import Event as ProcessEvent
 
 SCHEMAS = {"process": ProcessEvent, "host": HostEvent, "console": ConsoleEvent}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests import ROOT
 
-PACKAGES = ("trainers", "cluster", "orchestrator")
+PACKAGES = ("gangway", "trainers", "cluster", "orchestrator")
 PAGE = ROOT / "docs" / "files.md"
 HEAD = """# Every file
 

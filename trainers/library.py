@@ -23,28 +23,28 @@ from typing import Any
 import optax
 from flax import nnx
 
+from gangway.config.importable import path_of, why_not_here
+from gangway.config.masking import masked
+from gangway.config.section import PATH, did_you_mean
+from gangway.errors import NotConfiguredError, UsageError
+from gangway.stop_reason import StopReason
+from gangway.storage.documents import is_url
+from gangway.wire.events import Event
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.frozen import BASE
-from trainers.config.importable import path_of, why_not_here
 from trainers.config.keywords import NO_END, as_given, plain, put, unknown
-from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
-from trainers.config.section import PATH, did_you_mean
 from trainers.console.of_events import lines
 from trainers.data.sources import pieces
-from trainers.errors import NotConfiguredError, UsageError
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event
 from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
-from trainers.stop_reason import StopReason
-from trainers.storage.documents import is_url
 from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.model_design import evaluated_parameters

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 
 PACKAGE = __name__.partition(".")[0]
 NEAR = 0.85

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from gangway.stop_reason import StopReason
 from trainers.config.arguments import TrainingArguments
-from trainers.stop_reason import StopReason
 
 SKIPPED = "skipped_example"
 """The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""

@@ -16,15 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from gangway.config import importable
+from gangway.errors import UsageError
 from trainers.checkpoint.export import from_safetensors
 from trainers.checkpoint.mlflow_model import CLASSIFIER_FILE, PARAMS
 from trainers.commands import generate
-from trainers.config import PreviewConfig, importable
+from trainers.config import PreviewConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.hf_files import has_tokenizer
 from trainers.data.padded import padded
 from trainers.data.sources.classification import LabelledEncoder
-from trainers.errors import UsageError
 from trainers.step.loss import in_mode
 from trainers.step.state import abstract_model
 from trainers.tasks.classification import ClassificationTask

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from trainers.surroundings import keep_freed_memory
+from gangway.surroundings import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "trainers.run")  # first: it begins the process anew

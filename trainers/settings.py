@@ -16,14 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainers.config import conversion, machines, yaml_source
+from gangway.config import conversion, yaml_source
+from gangway.config.masking import MASK, masked_keys
+from gangway.config.working_folder import is_copy
+from gangway.config.yaml_source import ConfigError, Origin, Source
+from gangway.storage import documents
+from trainers.config import machines
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.hf_files import BYTES
-from trainers.config.masking import MASK, masked_keys
-from trainers.config.working_folder import is_copy
-from trainers.config.yaml_source import ConfigError, Origin, Source
 from trainers.models.hf import pretrained
-from trainers.storage import documents
 
 ARGUMENTS_CLASS = "trainers.config.arguments:TrainingArguments"
 """What `arguments` names by default."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from trainers.surroundings import keep_freed_memory
+from gangway.surroundings import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "trainers.worker")  # first: it begins the process anew
@@ -30,17 +30,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
+from gangway.storage import failed_requests, usage
+from gangway.storage.documents import is_url
+from gangway.terminal import shown
+from gangway.wire import orders as orders_of
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
-from trainers.runtime import orders as orders_of
-from trainers.storage import failed_requests, usage
-from trainers.storage.documents import is_url
-from trainers.terminal import shown
 
 if TYPE_CHECKING:
-    from trainers.errors import FailureKind
+    from gangway.errors import FailureKind
+    from gangway.wire.events import Event, ExceptionRaised, Result
+    from gangway.wire.orders import Command, Member, Precompile, Preparation, Start
     from trainers.runtime import Runtime
-    from trainers.runtime.events import Event, ExceptionRaised, Result
-    from trainers.runtime.orders import Command, Member, Precompile, Preparation, Start
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -143,7 +143,7 @@ def prepare_or_explain(message: Preparation) -> Prepared:
     try:
         return prepare(message)
     except (ImportError, ValueError) as error:
-        from trainers.errors import code_missing
+        from gangway.errors import code_missing
 
         # The parent's entries of `sys.path` come in PYTHONPATH; the rest is Python's own.
         own = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -257,9 +257,9 @@ def leave() -> None:
 
 
 def result(trainer: Any) -> Result:
+    from gangway.stop_reason import StopReason
     from trainers import runtime
     from trainers.runtime.plain import plain
-    from trainers.stop_reason import StopReason
 
     host, output = runtime.current(), getattr(trainer, "output", None)
     reason = host.stop_reason or StopReason.MAX_STEPS
@@ -351,8 +351,8 @@ def report_requests(host: Any) -> None:
 
 
 def exception_event(error: BaseException) -> ExceptionRaised:
+    from gangway.errors import MAX_TRACEBACK, cut, kind_of, user_frame
     from trainers import runtime
-    from trainers.errors import MAX_TRACEBACK, cut, kind_of, user_frame
 
     frame = user_frame(error)
     return {

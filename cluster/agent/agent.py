@@ -22,13 +22,9 @@ from functools import partial
 from typing import Any, cast
 
 from cluster.agent import effects, inputs, log_growth, machine, preemption, stack_dump
-from cluster.agent import orders as orders_of
-from cluster.agent.answers import Description, Halted, Polled, Profiled, Started, TakenOver
 from cluster.agent.child_process import ChildProcess, child_env, import_path, log_tail
-from cluster.agent.events import Event, ProcessEvent
 from cluster.agent.inputs import Input, Now
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
-from cluster.agent.orders import Command, ProfileCommand, StartOrders
 from cluster.agent.precompile import Precompilation
 from cluster.agent.printed import Printed
 from cluster.agent.process_record import ExitStatus, ProcessRecord, note
@@ -36,6 +32,10 @@ from cluster.agent.spawner import Spawner
 from cluster.agent.standby import describe_slow
 from cluster.agent.state import AgentState
 from cluster.hosts.process_env import PRIVATE_UMASK
+from gangway.wire import agent_orders as orders_of
+from gangway.wire.agent_answers import Description, Halted, Polled, Profiled, Started, TakenOver
+from gangway.wire.agent_events import Event, ProcessEvent
+from gangway.wire.agent_orders import Command, ProfileCommand, StartOrders
 
 HALT_ANSWER_S = 1.0
 """A halt answers after at most so long, even if the process is still dying: else the driver would take the host for lost."""

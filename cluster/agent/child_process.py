@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, cast
 
 import cluster
 from cluster.agent import log_mark
-from cluster.agent.events import ProcessEvent, problem_of
 from cluster.agent.process_record import ExitStatus
 from cluster.hosts import compiler_flags, environment
+from gangway.wire.agent_events import ProcessEvent, problem_of
 
 _log = logging.getLogger(__name__)
 

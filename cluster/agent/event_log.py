@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.agent.answers import Told
-from cluster.agent.events import Event
 from cluster.agent.facts import Facts
+from gangway.wire.agent_answers import Told
+from gangway.wire.agent_events import Event
 
 DROPPED_FIRST = ("evaluating", "printed"), ("note", "metrics", "preview", "profile")
 """Kinds that come again and again, in the order in which they are dropped when the log is full."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from cluster.agent.events import Event
+from gangway.wire.agent_events import Event
 
 FIRST = ("joined", "first_step", "overdue", "exception")
 """Kinds of which the first event is the fact."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cluster.agent.answers import Findings
-from cluster.agent.events import Overdue, ProcessEvent
 from cluster.agent.inputs import Now
-from cluster.agent.limits import SILENCE, Limits
 from cluster.agent.process_record import ProcessRecord
 from cluster.agent.watchdog import Alarm, Watchdog
+from gangway.wire.agent_answers import Findings
+from gangway.wire.agent_events import Overdue, ProcessEvent
+from gangway.wire.agent_limits import SILENCE, Limits
 
 
 class HangMonitor:

@@ -9,9 +9,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.agent.events import MachineTakenAway, ProcessEvent
 from cluster.agent.process_record import ExitStatus, ProcessRecord
 from cluster.agent.watchdog import Alarm
+from gangway.wire.agent_events import MachineTakenAway, ProcessEvent
 
 
 class Now(NamedTuple):

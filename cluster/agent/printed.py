@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.agent import events
-from cluster.agent.orders import StartOrders
+from gangway.wire import agent_events
+from gangway.wire.agent_orders import StartOrders
 
 MAX_BYTES = 1 << 18
 """How much of a log is read at once: of more, only its end."""
@@ -34,7 +34,7 @@ class Printed:
         with self._lock:  # until they are reported: two threads must not change their order
             lines = self._new_lines(path)
             if lines:
-                event: events.Printed = {
+                event: agent_events.Printed = {
                     "t": time.time(),
                     "ev": "printed",
                     "lines": lines[-asked:],

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.answers import PostMortem
-from cluster.agent.events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
+from gangway.wire.agent_answers import PostMortem
+from gangway.wire.agent_events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from cluster.agent import inputs
-from cluster.agent import orders as orders_of
-from cluster.agent.answers import Halted, HostState, LogPaths
 from cluster.agent.driver_lease import Lease
 from cluster.agent.effects import Answer, Effect, Kill, ReadOverdue, ReadStacks, Refuse, RefuseSlow, Send, Spawn
 from cluster.agent.event_log import EventLog
-from cluster.agent.events import MachineNotice, Overdue, Position, StartFailed, cut
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.inputs import Input, Now
-from cluster.agent.limits import FIRST_PHASE
-from cluster.agent.orders import OrderError, StartOrders
 from cluster.agent.process_record import ProcessRecord, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import Alarm
+from gangway.wire import agent_orders as orders_of
+from gangway.wire.agent_answers import Halted, HostState, LogPaths
+from gangway.wire.agent_events import MachineNotice, Overdue, Position, StartFailed, cut
+from gangway.wire.agent_limits import FIRST_PHASE
+from gangway.wire.agent_orders import OrderError, StartOrders
 
 MAX_EVENTS = 10_000
 """A bound on memory: events are kept until the next generation, for a driver that adopts the gang."""

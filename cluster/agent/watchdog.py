@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.agent.events import ProcessEvent
-from cluster.agent.limits import FIRST_PHASE, FIRST_STEP, SAVE, STEPS, Limits
+from gangway.wire.agent_events import ProcessEvent
+from gangway.wire.agent_limits import FIRST_PHASE, FIRST_STEP, SAVE, STEPS, Limits
 
 NUM_STEP_TIMES = 256
 """How many of the last step times the median is taken of."""

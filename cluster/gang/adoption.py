@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.agent.fields import problem_in
-from cluster.agent.orders import GangOrders
+from gangway.wire.agent_orders import GangOrders
 
 
 class AdoptError(Exception):

@@ -20,9 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.agent import preemption
-from cluster.agent.answers import TakenOver
 from cluster.agent.driver_lease import StaleDriver
-from cluster.agent.orders import MachineOrders
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import Mailbox
 from cluster.gang.lease_keeper import LeaseKeeper
@@ -35,6 +33,8 @@ from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundle, Bundles, View, bundle_of, living_nodes
 from cluster.placement.cleanup import clear, find_agent
 from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
+from gangway.wire.agent_answers import TakenOver
+from gangway.wire.agent_orders import MachineOrders
 
 AGENT_START_TIMEOUT_S = 60.0
 """How long an agent may take to answer once its bundle is reserved."""

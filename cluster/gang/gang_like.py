@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from cluster.agent.answers import Description, TakenOver
-from cluster.agent.orders import MachineOrders
 from cluster.gang.calls import MailboxLike
 from cluster.hosts.config import HostsConfig
 from cluster.placement.waits import CheckStop
+from gangway.wire.agent_answers import Description, TakenOver
+from gangway.wire.agent_orders import MachineOrders
 
 
 class SlotLike(Protocol):

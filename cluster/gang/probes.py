@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from cluster.agent.events import cut
 from cluster.gang.calls import GONE_ERRORS
 from cluster.gang.slots import Slot
 from cluster.placement.waits import CheckStop, wait_answers
+from gangway.wire.agent_events import cut
 
 INTERVAL_S = 2.0
 """How often agents that nobody polls are asked. Less often if there are very many."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.agent.orders import MachineOrders
 from cluster.gang.gang import Gang
 from cluster.gang.slots import Slot
 from cluster.hosts.capacity import whole_slices
@@ -20,6 +19,7 @@ from cluster.hosts.process_env import megascale_env
 from cluster.placement import placement_groups, tpu_slices
 from cluster.placement.bundles import NOWHERE, Bundle, View, living_nodes
 from cluster.placement.waits import CheckStop, wait_until
+from gangway.wire.agent_orders import MachineOrders
 
 
 class SliceGang(Gang):

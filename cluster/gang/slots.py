@@ -10,12 +10,12 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.agent.agent import HostAgent
-from cluster.agent.answers import Description
 from cluster.gang.steward import LEASE_GROUP, hire
 from cluster.hosts.config import HostsConfig, bundle_resources
 from cluster.hosts.process_env import process_env
 from cluster.placement.bundles import Bundle
 from cluster.placement.cleanup import NAMESPACE, agent_name
+from gangway.wire.agent_answers import Description
 
 MAX_CONCURRENCY = 16
 """How many calls an agent answers at a time; each long poll takes one for its whole time."""

@@ -19,6 +19,13 @@ import yaml
 
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
+from gangway.config import near_keys, yaml_source
+from gangway.config.conversion import convert_sections
+from gangway.config.masking import MASK, masked
+from gangway.config.section import Section, require_none
+from gangway.config.yaml_source import ConfigError, Source
+from gangway.storage import documents, opening
+from gangway.storage.store import StorageRefused
 from orchestrator.policies.elasticity import ElasticityPolicy
 from orchestrator.policies.notices import NotifyConfig
 from orchestrator.policies.quarantine import QuarantinePolicy
@@ -27,16 +34,10 @@ from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.tracking.config import TrackingConfig
 from trainers import settings
-from trainers.config import attention, near_keys, yaml_source
+from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
-from trainers.config.conversion import convert_sections
-from trainers.config.masking import MASK, masked
 from trainers.config.model import SLICE
-from trainers.config.section import Section, require_none
-from trainers.config.yaml_source import ConfigError, Source
 from trainers.settings import ARGUMENTS_CLASS, Settings
-from trainers.storage import documents, opening
-from trainers.storage.store import StorageRefused
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gangway.program import Parser
+from gangway.storage import documents
+from gangway.storage.object_store import Limits
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place, StorageProblem
 from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.launch import CHECKPOINTS, STATE
 from orchestrator.run_state.lease import TERMS
 from trainers.checkpoint import committed, copied
-from trainers.program import Parser
-from trainers.storage import documents
-from trainers.storage.object_store import Limits
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place, StorageProblem
 
 LIMITS = Limits(request_s=10.0, patience_s=15.0)
 """Somebody waits for the answer."""

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainers.program import Parser
-from trainers.terminal import command
+from gangway.program import Parser
+from gangway.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 

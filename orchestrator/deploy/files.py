@@ -16,12 +16,12 @@ import yaml
 
 from cluster.hosts import config as hosts_config
 from cluster.hosts.tpu import generation
+from gangway.storage import documents, durable
 from orchestrator.config.job import ConfigError, JobConfig, given, to_dict
 from orchestrator.deploy import paths, refusals, secrets
 from orchestrator.deploy.machines import TPUS
 from orchestrator.deploy.request import Request
 from orchestrator.shipped.files import CONFIGS, folder_of
-from trainers.storage import documents, durable
 
 SAVE_S = 300
 """How long a run that is asked to stop has to save, before a time limit or a kill."""

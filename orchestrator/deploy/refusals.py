@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.hosts.tpu import topology_problem
+from gangway.config.section import did_you_mean
+from gangway.storage import documents
 from orchestrator.config.job import JobConfig, to_dict
 from orchestrator.deploy import paths, secrets
 from orchestrator.deploy.machines import GPUS_OF_MACHINES
 from orchestrator.deploy.request import TARGETS, Request
-from trainers.config.section import did_you_mean
-from trainers.storage import documents
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
 """Folders that each machine has for itself."""

@@ -17,6 +17,10 @@ from cluster.gang import acquire
 from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
 from cluster.gang.gang_like import AnyGang, GangsLike
+from gangway.stop_reason import StopReason
+from gangway.storage import documents
+from gangway.wire import orders
+from gangway.wire.orders import Preparation, Start
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
@@ -53,10 +57,6 @@ from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
 from orchestrator.run_state.requests import STOP, Request
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
-from trainers.runtime import orders
-from trainers.runtime.orders import Preparation, Start
-from trainers.stop_reason import StopReason
-from trainers.storage import documents
 
 NO_GENERATION = -1
 """The generation number in the record of a gang that has no orders yet."""

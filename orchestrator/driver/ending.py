@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gangway.stop_reason import StopReason
 from orchestrator.driver.errors import StoppedOnRequest, TrainingFailed
-from trainers.stop_reason import StopReason
 
 Status = Literal["finished", "stopped", "failed"]
 

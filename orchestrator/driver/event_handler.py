@@ -12,22 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from cluster.agent import events as agent_events
-from orchestrator.board import BoardLike
-from orchestrator.driver.exported import ExportedMetrics
-from orchestrator.driver.generation import START_PHASES, Generation, in_order
-from orchestrator.driver.host_times import HostTimes
-from orchestrator.driver.outages import Outages
-from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.state import DriverState
-from orchestrator.events import HostEvent, Level, Status, problem_of
-from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
-from orchestrator.run_state.incidents import Action, Incident, of_anomaly
-from orchestrator.run_state.launch import Launch
-from orchestrator.tracking.prometheus import Gauges
-from trainers.metrics import host_usage
-from trainers.recorders.dispatch import Recorders
-from trainers.runtime.events import (
+from gangway.wire import agent_events
+from gangway.wire.events import (
     AnomalyTreated,
     Evaluating,
     FirstStep,
@@ -45,7 +31,21 @@ from trainers.runtime.events import (
     SaveFailed,
     course_left_at,
 )
-from trainers.runtime.phases import PHASES
+from gangway.wire.phases import PHASES
+from orchestrator.board import BoardLike
+from orchestrator.driver.exported import ExportedMetrics
+from orchestrator.driver.generation import START_PHASES, Generation, in_order
+from orchestrator.driver.host_times import HostTimes
+from orchestrator.driver.outages import Outages
+from orchestrator.driver.ray_train import Reporter
+from orchestrator.driver.state import DriverState
+from orchestrator.events import HostEvent, Level, Status, problem_of
+from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
+from orchestrator.run_state.incidents import Action, Incident, of_anomaly
+from orchestrator.run_state.launch import Launch
+from orchestrator.tracking.prometheus import Gauges
+from trainers.metrics import host_usage
+from trainers.recorders.dispatch import Recorders
 
 KEPT_STEP_TIMES = 100
 SHOWN_HOSTS = 32

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from gangway.wire.events import Heartbeat
+from gangway.wire.phases import PHASES
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
-from trainers.runtime.events import Heartbeat
-from trainers.runtime.phases import PHASES
 
 EVERY_S = 1.0
 STATES = tuple(dict.fromkeys((*(state.label for state in DriverState), *(phase.label for phase in PHASES.values()))))

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.agent.events import MachineNotice, Overdue
+from gangway.stop_reason import StopReason
+from gangway.wire.agent_events import MachineNotice, Overdue
+from gangway.wire.events import AnomalyTreated, Done, FirstStep, Notice
+from gangway.wire.phases import PHASES
 from orchestrator.events import HostEvent
 from orchestrator.run_state.incidents import Action
-from trainers.runtime.events import AnomalyTreated, Done, FirstStep, Notice
-from trainers.runtime.phases import PHASES
-from trainers.stop_reason import StopReason
 
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)
 """The phases of a start, in order. The gang is in the phase of its least advanced host."""

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.gang.gang_like import Asked
+from gangway.errors import CodeMissingError
+from gangway.storage import documents, durable, ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from orchestrator.driver.ask_hosts import ask_hosts
 from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
-from trainers.errors import CodeMissingError
-from trainers.storage import documents, durable, ours
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""

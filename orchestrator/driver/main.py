@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cluster.hosts.process_env import PRIVATE_UMASK
+from gangway.storage import documents
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig, resolved_yaml, shown
 from orchestrator.driver.ending import Ending, Progress, ending
@@ -26,7 +27,6 @@ from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.storage import documents
 
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gangway.storage import failed_requests, usage
 from orchestrator.events import Level
 from orchestrator.run_state.progress import Progress
-from trainers.storage import failed_requests, usage
 
 QUIET_S = 30.0
 """After so long without a failure the storage is there again. A request without an answer fails after 20 s, and is made again."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from cluster.agent.machine import with_port
 from cluster.gang.calls import Answer, MailboxLike, NoAnswer
 from cluster.gang.gang_like import SlotLike
+from gangway.wire.orders import Precompile
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
@@ -15,7 +16,6 @@ from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from orchestrator.driver.membership import Membership
 from orchestrator.policies import elasticity
 from orchestrator.run_state.launch import Launch
-from trainers.runtime.orders import Precompile
 
 
 class Precompilations:

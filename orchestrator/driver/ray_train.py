@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from trainers.storage import documents
+from gangway.storage import documents
 
 SETTINGS = {
     # report() takes 2 s at the default, and a dead driver is noticed that much later.

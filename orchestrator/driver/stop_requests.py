@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gangway.stop_reason import StopReason
+from gangway.wire import orders
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.errors import StoppedOnRequest
@@ -14,8 +16,6 @@ from orchestrator.driver.state import DriverState
 from orchestrator.policies import elasticity
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
-from trainers.runtime import orders
-from trainers.stop_reason import StopReason
 
 STOP_TIMEOUT_S = 120.0
 """How long the gang may take to save and stop on request; then it is killed."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.gang.gang_like import Asked
+from gangway.config.section import parse_duration_s
+from gangway.stop_reason import StopReason
+from gangway.wire import orders
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.errors import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.launch import Launch
-from trainers.config.section import parse_duration_s
-from trainers.runtime import orders
-from trainers.stop_reason import StopReason
 
 ASK_AGAIN_S = 10.0
 """How often the hosts are asked to stop: a process that has no orders yet cannot take a request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainers.errors import HOW_TO_SHIP
+from gangway.errors import HOW_TO_SHIP
 
 NO_MODULE = re.compile(r"ModuleNotFoundError\W+No module named \W*([\w.]+)")
 ADDRESS = re.compile(r"\bip=([\w.:]+)")

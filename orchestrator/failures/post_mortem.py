@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gangway.foreign_errors import broken_device_in
 from orchestrator.failures.hang_analysis import HostStacks
-from trainers.foreign_errors import broken_device_in
 
 
 @dataclass(frozen=True, kw_only=True)

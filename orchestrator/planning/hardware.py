@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainers.config.section import did_you_mean
+from gangway.config.section import did_you_mean
 from trainers.metrics.peak_flops import peak_flops_per_s
 
 GB = 1e9

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.config.section import Section, require
+from gangway.config.section import Section, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainers.config.masking import MASK, masked
-from trainers.config.section import Section, did_you_mean, require
+from gangway.config.masking import MASK, masked
+from gangway.config.section import Section, did_you_mean, require
 
 STARTED, INCIDENT, GAVE_UP, FINISHED, GOODPUT = EVENTS = ("started", "incident", "gave_up", "finished", "goodput")
 INCIDENTS_EVERY_S = 60.0

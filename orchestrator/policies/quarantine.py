@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gangway.config.section import Section, require
 from orchestrator.failures.classify import MACHINE, FailureKind
 from orchestrator.failures.history import PastFailure
-from trainers.config.section import Section, require
 
 HOSTS_FAULT = MACHINE
 """Kinds that count against the host. Errors of the program, a lost coordinator or a preemption could happen on any host."""

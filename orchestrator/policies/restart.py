@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gangway.config.section import Section, require
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
-from trainers.config.section import Section, require
 
 REPEATS_ITSELF = frozenset(
     {

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainers.config.section import Section, require
+from gangway.config.section import Section, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.limits import Limits
-from trainers.runtime.phases import PHASES
+from gangway.wire.agent_limits import Limits
+from gangway.wire.phases import PHASES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gangway.program import Parser
+from gangway.storage import documents, durable
+from gangway.storage.documents import Where
+from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, RUN_HELP, in_one_line, run_of
 from orchestrator.report.child import NAME
-from trainers.program import Parser
-from trainers.storage import documents, durable
-from trainers.storage.documents import Where
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 

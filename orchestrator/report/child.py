@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from cluster.agent.child_process import child_env, import_path
+from gangway.storage import documents
+from gangway.storage.opening import place_of
 from orchestrator.run_state import mirror
-from trainers.storage import documents
-from trainers.storage.opening import place_of
 
 TIMEOUT_S = 60.0
 NAME, FIGURES = "report.html", "figures"

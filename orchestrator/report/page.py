@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gangway.published import RATES, SYSTEM, counted, number
+from gangway.storage.usage import REQUESTS
 from orchestrator.report import charts, drawing, timeline
 from orchestrator.report.record import Record
 from orchestrator.report.thinned import smoothed
@@ -16,8 +18,6 @@ from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence, replayed
 from trainers.console.text import count, sentence
 from trainers.console.text import seconds as duration
-from trainers.published import RATES, SYSTEM, counted, number
-from trainers.storage.usage import REQUESTS
 
 MAX_INCIDENTS = 500
 MAX_HEAT_COLUMNS = 60

@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument, StorageError, Where
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from orchestrator.run_state import lines
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.launch import TIMELINE
@@ -18,10 +22,6 @@ from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL, entry
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, StorageError, Where
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
 
 MAX_STACKS_CHARS = 20_000
 MAX_SAMPLES = 3

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from gangway.storage import not_finite
 from orchestrator.policies.notices import Notice, Notices, NotifyConfig
-from trainers.storage import not_finite
 
 DELAYS_S = (1.0, 5.0, 30.0)
 """Before each further try."""

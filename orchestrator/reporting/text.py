@@ -9,11 +9,11 @@ from rich.console import Console as Screen
 from rich.table import Table
 from rich.text import Text
 
+from gangway.published import counted, of_evaluation, shown
+from gangway.stop_reason import StopReason
+from gangway.storage.usage import REQUESTS
 from orchestrator.run_state.goodput import CATEGORIES
 from trainers.console.text import count, printable, seconds, sentence
-from trainers.published import counted, of_evaluation, shown
-from trainers.stop_reason import StopReason
-from trainers.storage.usage import REQUESTS
 
 BAR_WIDTH = 30
 ENDED_BY: Mapping[str | None, str] = {

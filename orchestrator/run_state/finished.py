@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import documents
 from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
 from orchestrator.run_state.summary import training_digest
 from trainers.checkpoint import committed, layout
-from trainers.storage import documents
 
 
 def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:

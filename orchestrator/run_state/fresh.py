@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gangway.storage import documents, ours
 from orchestrator.run_state.lease import LEASE, TERMS
-from trainers.storage import documents, ours
 
 
 def is_begun(run_dir: str) -> bool:

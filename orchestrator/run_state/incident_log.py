@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from gangway.errors import MAX_TRACEBACK, cut
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
-from trainers.errors import MAX_TRACEBACK, cut
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from trainers.runtime.events import AnomalyTreated
+from gangway.wire.events import AnomalyTreated
 
 
 class Action(StrEnum):

@@ -21,6 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import documents, identity, not_finite
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.goodput import Goodput
@@ -38,9 +41,6 @@ from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence, layout
 from trainers.checkpoint.committed import Committed
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
-from trainers.storage import documents, identity, not_finite
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument
 
 TIMELINE = "timeline.jsonl"
 STORE_EVERY_S = 1.0

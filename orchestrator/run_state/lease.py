@@ -1,7 +1,7 @@
 """The lease of a run in its storage: one driver at a time, with a driver term that fences out every earlier driver.
 
 `lease.json` says who drives the run and is renewed while it does. The right to write it is won by a record of the run's row
-(`trainers.storage.row`), which exactly one of several drivers that start at once can create, in whatever clusters they run. A
+(`gangway.storage.row`), which exactly one of several drivers that start at once can create, in whatever clusters they run. A
 driver has lost the run as soon as there is a newer term, whether or not it has noticed: it must neither train nor commit.
 
 `driver_terms/NNNNNN.json` says the same to programs and runs of before there was a row. It is read, and written beside it.
@@ -24,14 +24,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import documents
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument
+from gangway.storage.opening import place_of
+from gangway.storage.row import FOLDER, OvertakenError, Record, Row
+from gangway.storage.row import KIND as ROW_KIND
 from orchestrator.run_state.processes import lives, started, this_machine
 from trainers.checkpoint import fence
-from trainers.storage import documents
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument
-from trainers.storage.opening import place_of
-from trainers.storage.row import FOLDER, OvertakenError, Record, Row
-from trainers.storage.row import KIND as ROW_KIND
 
 TTL_S = 15.0
 RENEW_EVERY_S = 4.0

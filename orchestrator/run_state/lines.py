@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 
+from gangway.storage import several
+from gangway.storage.store import Entry, Place
 from orchestrator.tracking import of_bucket
 from orchestrator.tracking.spool import FOLDER, SPOOL
-from trainers.storage import several
-from trainers.storage.store import Entry, Place
 
 READ_BYTES = 16 << 20
 """How much is read at once."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gangway.storage import identity, several
+from gangway.storage.opening import place_of
 from orchestrator.run_state.incident_log import NAME as INCIDENTS
 from orchestrator.run_state.launch import TIMELINE
 from orchestrator.tracking import of_bucket
 from orchestrator.tracking.spool import FOLDER, SPOOL
-from trainers.storage import identity, several
-from trainers.storage.opening import place_of
 
 LEFT_OUT = ("checkpoints", "models", "row", "logs", "requests")
 """Folders that are large, or mean nothing elsewhere."""

@@ -6,9 +6,9 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from gangway.storage import documents
+from gangway.storage.documents import DamagedDocument
 from orchestrator.run_state.stored import OUTCOME_KIND
-from trainers.storage import documents
-from trainers.storage.documents import DamagedDocument
 
 FILE = OUTCOME_KIND.name
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3

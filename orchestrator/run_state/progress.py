@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gangway.storage import identity
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
@@ -15,7 +16,6 @@ from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.stored import Moment, clock_step_s
 from orchestrator.run_state.time_used import TimeUsed
 from trainers.checkpoint.committed import Committed
-from trainers.storage import identity
 
 TRAIN, EVAL = "train", "eval"
 """The kinds of what is published."""
@@ -54,7 +54,7 @@ class Progress:
     """How many requests to a bucket have failed, over all launches; those of arrays, which are tried again elsewhere, are not
     counted."""
     requests: dict[str, int] = field(default_factory=dict)
-    """What was asked of buckets, over all launches: requests and bytes by kind (`trainers.storage.usage`). What a process asked
+    """What was asked of buckets, over all launches: requests and bytes by kind (`gangway.storage.usage`). What a process asked
     in its last minute before it was killed is missing."""
 
     gang: dict[str, Any] | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gangway.storage import documents
 from orchestrator.run_state.stored import SUMMARY_KIND
-from trainers.storage import documents
 
 
 class ReplayError(Exception):

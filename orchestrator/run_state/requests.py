@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from trainers.storage import documents, ours
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
+from gangway.storage import documents, ours
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 
 FOLDER = "requests"
 MARK = ours.named("a request", r"(stop|save)-[0-9a-f]{12}\.json")

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import documents, durable, row
+from gangway.storage.document_kind import DocumentKind, set_aside
+from gangway.storage.opening import place_of
+from gangway.storage.store import StorageRefused
 from orchestrator.run_state import lines, requests
 from orchestrator.run_state.requests import Request
-from trainers.storage import documents, durable, row
-from trainers.storage.document_kind import DocumentKind, set_aside
-from trainers.storage.opening import place_of
-from trainers.storage.store import StorageRefused
 
 READ_BYTES = 16 << 20
 """How much is read from the end of lines."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
+from gangway.storage.document_kind import DocumentKind
 from trainers.checkpoint import committed
-from trainers.storage.document_kind import DocumentKind
 
 STATE, GANG = "launch.json", "gang.json"
 CHECKPOINTS = "checkpoints"

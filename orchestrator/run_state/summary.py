@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
+from gangway.storage import documents
 from orchestrator.run_state.incident_log import KEPT_INCIDENTS
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 from trainers.recorders.dispatch import Recorders
-from trainers.storage import documents
 
 SUMMARY = "summary.json"
 

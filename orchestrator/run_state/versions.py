@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from gangway.storage import documents, identity
+from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.opening import place_of
 from orchestrator.run_state.lease import LEASE_KIND, row_of
 from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE_KIND
 from orchestrator.tracking.spool import FOLDER, KINDS
 from trainers.checkpoint import committed, copied, layout, manifest
-from trainers.storage import documents, identity
-from trainers.storage.documents import DamagedDocument, NewerDocument
-from trainers.storage.opening import place_of
 
 
 def check_versions(run_dir: str) -> None:

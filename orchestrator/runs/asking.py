@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
 from orchestrator.runs.overview import ENDED, LIVE, Overview
-from trainers.storage.documents import Where
-from trainers.storage.opening import place_of
 
 EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2
 TIMEOUT_S = 300.0

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gangway.program import Parser
+from gangway.published import SYSTEM, number
+from gangway.storage import documents, not_finite
+from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
+from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
 from trainers.console.text import printable, seconds
-from trainers.program import Parser
-from trainers.published import SYSTEM, number
-from trainers.storage import documents, not_finite
-from trainers.storage.documents import Where
-from trainers.storage.opening import place_of
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")

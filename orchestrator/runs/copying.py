@@ -17,6 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import documents, ours, row
+from gangway.storage.opening import place_of
+from gangway.storage.probe import check_writable
+from gangway.storage.row import Kept, Row
+from gangway.storage.store import Place
 from orchestrator.config.locate import NoRunError, is_run
 from orchestrator.run_state import incident_log, lines, requests
 from orchestrator.run_state.launch import TIMELINE
@@ -29,11 +34,6 @@ from trainers.checkpoint import committed, copied, layout, manifest, standing
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.manifest import Manifest
 from trainers.checkpoint.standing import Folder
-from trainers.storage import documents, ours, row
-from trainers.storage.opening import place_of
-from trainers.storage.probe import check_writable
-from trainers.storage.row import Kept, Row
-from trainers.storage.store import Place
 
 READ_BYTES = 16 << 20
 SAVED = (CHECKPOINTS, layout.MODELS_FOLDER)

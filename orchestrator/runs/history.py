@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from gangway.config.section import did_you_mean
+from gangway.program import Parser
+from gangway.published import SYSTEM
+from gangway.storage import not_finite
+from gangway.storage.documents import DamagedDocument, Where
+from gangway.storage.opening import place_of
+from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.tracking.spool import entry
-from trainers.config.section import did_you_mean
 from trainers.console import curves
-from trainers.program import Parser
-from trainers.published import SYSTEM
-from trainers.storage import not_finite
-from trainers.storage.documents import DamagedDocument, Where
-from trainers.storage.opening import place_of
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOSS = "loss"

@@ -13,6 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gangway.storage import not_finite
+from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
+from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
@@ -20,10 +24,6 @@ from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
-from trainers.storage import not_finite
-from trainers.storage.documents import Where
-from trainers.storage.opening import place_of
-from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 

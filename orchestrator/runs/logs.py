@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
+from gangway.storage.store import Entry, Place
+from gangway.terminal import command, nobody_looks
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from trainers.console.text import printable
-from trainers.storage.documents import Where
-from trainers.storage.opening import place_of
-from trainers.storage.store import Entry, Place
-from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from gangway.storage import documents
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place, StorageProblem
 from orchestrator.run_state import lease, lines
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.progress import EVAL, TRAIN, kind_of
 from orchestrator.run_state.stored import GANG_KIND, OUTCOME_KIND, STATE_KIND, SUMMARY_KIND
 from orchestrator.tracking.spool import entry
-from trainers.storage import documents
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import Where
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place, StorageProblem
 
 TAIL_BYTES = 1 << 16
 """How much is read from the end of the file of metrics: its newest lines."""

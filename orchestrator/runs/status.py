@@ -16,16 +16,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from gangway.program import Parser
+from gangway.published import counted, own, shown
+from gangway.storage import documents, not_finite, several
+from gangway.storage.opening import place_of
+from gangway.terminal import command, nobody_looks
 from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, in_one_line, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.console.view import measures_of
-from trainers.program import Parser
-from trainers.published import counted, own, shown
-from trainers.storage import documents, not_finite, several
-from trainers.storage.opening import place_of
-from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"

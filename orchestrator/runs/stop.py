@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from gangway.terminal import command
 from orchestrator.runs import asking
-from trainers.terminal import command
 
 
 @command

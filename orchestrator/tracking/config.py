@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from trainers.config.masking import MASK, masked
-from trainers.config.section import Section, require
+from gangway.config.masking import MASK, masked
+from gangway.config.section import Section, require
 
 MAX_NAME = 250
 OWN_STORE = "sqlite:///mlflow.db"

@@ -21,17 +21,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gangway.config.masking import MASK, masked
+from gangway.program import Parser
+from gangway.storage import documents, durable, identity, not_finite, opening
+from gangway.storage.documents import DamagedDocument
+from gangway.terminal import command
 from orchestrator.tracking import launches, mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.launches import KEY_TAG, NAME_TAG, PARENT_TAG
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
 from orchestrator.tracking.tracker import left_over
-from trainers.config.masking import MASK, masked
-from trainers.program import Parser
-from trainers.storage import documents, durable, identity, not_finite, opening
-from trainers.storage.documents import DamagedDocument
-from trainers.terminal import command
 
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0

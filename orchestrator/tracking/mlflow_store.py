@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from trainers.storage import durable, ours
+from gangway.storage import durable, ours
 
 ARTIFACTS = "mlartifacts"
 UNFINISHED = ours.named("an unfinished database", r".+\.unfinished")

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from gangway.storage import documents, durable, identity, several
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from orchestrator.tracking.spool import FOLDER, SPOOL
-from trainers.storage import documents, durable, identity, several
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
 
 SEGMENTS = "segments"
 """The folder of the segments, in that of the tracking."""

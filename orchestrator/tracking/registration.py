@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.child_process import child_env, import_path
-from trainers.storage import ours
-from trainers.storage.opening import place_of
-from trainers.surroundings import end_with_parent
+from gangway.storage import ours
+from gangway.storage.opening import place_of
+from gangway.surroundings import end_with_parent
 
 EXPORTED = "model"
 WORK = ours.named("a model on its way to MLflow", rf"{EXPORTED}(\.(saving|replaced|deleted)-\w[\w-]*)?")

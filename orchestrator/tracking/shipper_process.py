@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 
 from cluster.agent.child_process import child_env, import_path
+from gangway.storage import documents, durable
 from orchestrator.tracking.spool import FOLDER
-from trainers.storage import documents, durable
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 """MLflow's own. In the shipper's environment, where it may hold a user and a password; in files they are masked."""

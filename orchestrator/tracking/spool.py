@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from trainers.storage import documents, durable, not_finite, shapes
-from trainers.storage.document_kind import DocumentKind, set_aside
-from trainers.storage.documents import DamagedDocument
+from gangway.storage import documents, durable, not_finite, shapes
+from gangway.storage.document_kind import DocumentKind, set_aside
+from gangway.storage.documents import DamagedDocument
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"
@@ -28,7 +28,7 @@ class _Run(TypedDict):
     key: str
     """The tag by which the run is found in the store."""
     identity: NotRequired[str]
-    """The identity of the run (`trainers.storage.identity`) for which the key was made."""
+    """The identity of the run (`gangway.storage.identity`) for which the key was made."""
     run_id: NotRequired[str | None]
 
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gangway.config.section import require
+from gangway.storage import documents, durable, identity
 from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, own_store
 from orchestrator.tracking.of_bucket import SEGMENTS, Segments, fetch
 from orchestrator.tracking.shipper_process import ShipperProcess
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
-from trainers.config.section import require
-from trainers.storage import documents, durable, identity
 
 ENDINGS = ("FINISHED", "FAILED", "KILLED")
 

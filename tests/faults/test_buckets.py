@@ -14,6 +14,8 @@ from contextlib import ExitStack, suppress
 import psutil
 import pytest
 
+from gangway.storage.opening import place_of
+from gangway.storage.row import KIND, Row
 from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
@@ -22,10 +24,8 @@ from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import layout, manifest, standing
-from trainers.storage.opening import place_of
-from trainers.storage.row import KIND, Row
 
-WINGS = ("trainers/storage", "trainers/checkpoint", "orchestrator/run_state")
+WINGS = ("gangway/storage", "trainers/checkpoint", "orchestrator/run_state")
 
 TINY = str(ROOT / "tests" / "programs" / "table.yaml")
 STEPS = 60

@@ -12,14 +12,14 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from gangway.storage.opening import place_of
 from orchestrator import gangway
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
 from trainers.checkpoint import standing
-from trainers.storage.opening import place_of
 
-WINGS = ("orchestrator/runs", "orchestrator/report", "trainers/storage", "trainers/commands")
+WINGS = ("orchestrator/runs", "orchestrator/report", "gangway/storage", "trainers/commands")
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 pytestmark = [pytest.mark.slow("trains two jobs")]

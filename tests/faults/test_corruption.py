@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gangway.errors import CheckpointUnavailableError
 from tests.programs import checkpointing
 from trainers.checkpoint import manifest
-from trainers.errors import CheckpointUnavailableError
 
 # When one array cannot be read, Orbax drops the coroutines that read the others.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

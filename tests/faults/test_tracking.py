@@ -18,14 +18,14 @@ from urllib.parse import quote
 
 import pytest
 
+from gangway.storage import documents
+from gangway.storage.opening import place_of
 from orchestrator.run_state.lease import holder_of
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.stores.contract import buckets
-from trainers.storage import documents
-from trainers.storage.opening import place_of
 
 WINGS = ("orchestrator/tracking", "trainers/pyfunc.py", "trainers/recorders")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
+from gangway.config.section import Section
 from tests.pages.docstrings import of_fields, paragraphs
 from trainers.config.arguments import load_object
-from trainers.config.section import Section
 
 HEAD = """# Python API
 
@@ -29,7 +29,7 @@ PARTS = (
         "Training from Python",
         (
             *("trainers.library:Training", "trainers.library:Result", "orchestrator:launch", "orchestrator.library:LaunchError"),
-            *("trainers.settings:read", "trainers.config.arguments:TrainingArguments", "trainers.errors:UsageError"),
+            *("trainers.settings:read", "trainers.config.arguments:TrainingArguments", "gangway.errors:UsageError"),
         ),
     ),
     Part(
@@ -67,7 +67,7 @@ PARTS = (
     ),
     Part(
         "Configuration of your own",
-        ("trainers.config.section:Section", "trainers.config.section:require"),
+        ("gangway.config.section:Section", "gangway.config.section:require"),
     ),
     Part(
         "Callbacks and recorders",

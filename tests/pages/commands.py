@@ -7,8 +7,8 @@ import importlib
 import re
 import sys
 
+from gangway.program import GANGWAY, Parser, parser_of
 from orchestrator.gangway import COMMANDS
-from trainers.program import GANGWAY, Parser, parser_of
 
 HEAD = """# Every command
 

@@ -10,11 +10,11 @@ import typing
 from dataclasses import MISSING
 from typing import Any, Literal
 
+from gangway.config.conversion import from_dict, hints_of
 from orchestrator.config.job import SECTIONS as MACHINES
 from tests.pages.docstrings import about, of_fields
 from tests.unit.config_keys import Key, every_key
 from trainers.config.arguments import TrainingArguments
-from trainers.config.conversion import from_dict, hints_of
 from trainers.optim import optimizers, schedules
 
 HEAD = """# Every key of a configuration

@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 import orchestrator
+from gangway.errors import UsageError
 from trainers.callbacks import Callback
-from trainers.errors import UsageError
 from trainers.library import Training
 
 

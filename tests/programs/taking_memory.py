@@ -6,7 +6,7 @@ import json
 import os
 import resource
 
-from trainers.surroundings import OF_ALLOCATOR
+from gangway.surroundings import OF_ALLOCATOR
 
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

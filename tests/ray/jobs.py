@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from gangway.storage import documents
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver import main
 from orchestrator.driver.ray_train import JobFailed
 from orchestrator.run_state.outcome import read_outcome
-from trainers.storage import documents
 
 
 class NoTrain:

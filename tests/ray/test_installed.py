@@ -23,7 +23,18 @@ WINGS = ("orchestrator/init.py", "orchestrator/gangway.py", "trainers/library.py
 
 pytestmark = pytest.mark.slow("installs the project")
 
-SOURCES = ("trainers", "cluster", "orchestrator", "configs", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = (
+    "gangway",
+    "trainers",
+    "cluster",
+    "orchestrator",
+    "configs",
+    "examples",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
 NEEDED_TO_BUILD = Version("77")
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from trainers.storage.row import KIND, Kept, OvertakenError, Row, WriterTerm
-from trainers.storage.store import Place
+from gangway.storage.row import KIND, Kept, OvertakenError, Row, WriterTerm
+from gangway.storage.store import Place
 
 DRIVERS = 4
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 
+from gangway.storage.local_store import LocalStore
+from gangway.storage.object_store import Limits, ObjectStore
+from gangway.storage.opening import open_store
+from gangway.storage.store import Store
 from tests.stores import emulators
 from tests.stores.fault_proxy import FaultProxy
-from trainers.storage.local_store import LocalStore
-from trainers.storage.object_store import Limits, ObjectStore
-from trainers.storage.opening import open_store
-from trainers.storage.store import Store
 
 QUICK = Limits(request_s=5.0, patience_s=10.0, first_wait_s=0.01, longest_wait_s=0.1)
 NETWORKED = {"s3": emulators.moto, "gs": emulators.fake_gcs, "weed": emulators.seaweed}

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from gangway.storage import failed_requests
 from tests.compile_cache import compile_cache
 from tests.event_schema import check_event
 from tests.stores.contract import buckets
 from trainers import runtime
-from trainers.storage import failed_requests
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.gang.gang_like import GangsLike
+from gangway.storage.document_kind import DocumentKind
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
@@ -20,7 +21,6 @@ from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.storage.document_kind import DocumentKind
 
 STORAGE = BUILD / "runs"
 """Nothing is written there; but a configuration is refused if this user could not."""

@@ -15,17 +15,17 @@ from typing import Any, cast
 
 from cluster.agent import effects, inputs
 from cluster.agent.agent import HALT_ANSWER_S, STACKS_TIMEOUT_S
-from cluster.agent.answers import Description, TakenOver
 from cluster.agent.driver_lease import StaleDriver
-from cluster.agent.events import ProcessEvent
 from cluster.agent.inputs import Now
-from cluster.agent.orders import MachineOrders
 from cluster.agent.process_record import ExitStatus, ProcessRecord
 from cluster.agent.state import AgentState
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
+from gangway.wire import orders as orders_of
+from gangway.wire.agent_answers import Description, TakenOver
+from gangway.wire.agent_events import ProcessEvent
+from gangway.wire.agent_orders import MachineOrders
 from tests.event_schema import check_event
-from trainers.runtime import orders as orders_of
 
 EPOCH_S = 1_000_000.0
 """The wall clock when a world begins."""

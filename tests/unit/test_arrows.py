@@ -8,36 +8,41 @@ import pytest
 from tests import PACKAGES, ROOT
 from tests.imports import file_of, imports, sources, top
 
-MAY_IMPORT = {"trainers": set(), "cluster": set(), "orchestrator": {"trainers", "cluster"}}
+MAY_IMPORT = {
+    "gangway": set(),
+    "trainers": {"gangway"},
+    "cluster": {"gangway"},
+    "orchestrator": {"gangway", "trainers", "cluster"},
+}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "chex"}
 NEVER = {
+    "gangway": JAX | {"ray", "mlflow", "pydantic", "transformers", "tokenizers"},
     "trainers": {"ray", "mlflow", "pydantic"},
     "cluster": JAX | {"mlflow", "pydantic", "transformers", "tokenizers"},
     "orchestrator": JAX | {"pydantic", "transformers", "tokenizers"},
 }
 ONLY_WHERE_USED = {
-    "trainers": {"grain", "fsspec", "obstore", "psutil", "rich", "transformers", "tokenizers", "yaml"},
+    "gangway": {"obstore", "rich", "yaml"},
+    "trainers": {"grain", "fsspec", "obstore", "psutil", "rich", "transformers", "tokenizers"},
     "orchestrator": {"mlflow"},
 }
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
-ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "etils"}}
+ASSUMED_OF_THE_MACHINE = {"gangway": set(), "trainers": {"gangway", "jax", "jaxlib", "flax", "optax", "orbax", "numpy", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
+    "gangway": (
+        ("config", "first_line", "foreign_errors", "program", "published", "stop_reason", "storage", "surroundings"),
+        ("errors", "terminal"),
+        ("wire",),
+    ),
     "trainers": (
         (
             "config",
-            "storage",
-            "stop_reason",
-            "surroundings",
-            "published",
             "other_systems",
-            "foreign_errors",
             "jax_internals",
-            "first_line",
-            "program",
         ),
-        ("errors", "parallel", "protocol", "terminal"),
+        ("parallel", "protocol"),
         ("models", "optim", "text", "runtime", "recorders", "metrics", "overrides"),
         ("settings", "console", "tasks", "step"),
         ("data", "checkpoint"),
@@ -64,7 +69,7 @@ FLOORS = {
 }
 """Wings (subpackages, and modules beside them) from the ground up: each imports those of lower floors only."""
 
-LIGHT_MODULES = tuple(
+LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")) + tuple(
     f"trainers/{name}.py"
     for name in (
         "__init__",
@@ -84,7 +89,6 @@ LIGHT_MODULES = tuple(
         "config/context",
         "config/arguments",
         "config/combinations",
-        "config/conversion",
         "config/data",
         "config/divisions",
         "config/evaluation",
@@ -92,30 +96,20 @@ LIGHT_MODULES = tuple(
         "config/families",
         "config/frozen",
         "config/hf_files",
-        "config/importable",
         "config/keywords",
         "config/machines",
-        "config/masking",
         "config/mixture",
         "config/model",
         "config/monitoring",
-        "config/near_keys",
         "config/pipeline",
         "config/optimizer",
         "config/pieces",
-        "program",
-        "surroundings",
-        "terminal",
-        "published",
         "config/recorders",
-        "config/section",
         "config/source",
         "config/tasks",
         "config/vision",
         "config/weights",
         "config/without_effect",
-        "config/working_folder",
-        "config/yaml_source",
         "console/__init__",
         "console/curves",
         "console/of_events",
@@ -123,9 +117,6 @@ LIGHT_MODULES = tuple(
         "console/screens",
         "console/text",
         "console/view",
-        "errors",
-        "first_line",
-        "foreign_errors",
         "metrics/__init__",
         "metrics/host_usage",
         "metrics/peak_flops",
@@ -143,32 +134,8 @@ LIGHT_MODULES = tuple(
         "recorders/recorder",
         "runtime/__init__",
         "runtime/context",
-        "runtime/events",
-        "runtime/orders",
-        "runtime/phases",
         "runtime/plain",
-        "stop_reason",
         "settings",
-        "storage/__init__",
-        "storage/document_kind",
-        "storage/documents",
-        "storage/durable",
-        "storage/failed_requests",
-        "storage/usage",
-        "storage/identity",
-        "storage/local_store",
-        "storage/mounts",
-        "storage/not_finite",
-        "storage/object_store",
-        "storage/opening",
-        "storage/ours",
-        "storage/probe",
-        "storage/refused",
-        "storage/row",
-        "storage/sealed",
-        "storage/several",
-        "storage/shapes",
-        "storage/store",
     )
 )
 """Read by the driver and by command lines: free of everything but the standard library."""
@@ -246,7 +213,7 @@ def test_the_core_asks_no_more_of_a_machine(package):
 def test_light_modules_need_the_standard_library_and_each_other_only(path):
     light = {ROOT / other for other in LIGHT_MODULES}
     needed = {module for module, _ in imports(ROOT / path) if top(module) not in sys.stdlib_module_names}
-    needed = {module for module in needed if top(module) not in ONLY_WHERE_USED["trainers"]}
+    needed = {module for module in needed if top(module) not in ONLY_WHERE_USED["trainers"] | ONLY_WHERE_USED["gangway"]}
     assert [module for module in needed if file_of(module) not in light] == []
 
 
@@ -286,7 +253,7 @@ def imported_with(*modules: str) -> set[str]:
 
 
 def test_the_command_answers_without_waiting_for_anything():
-    assert {top(module) for module in imported_with("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {
+    assert {top(module) for module in imported_with("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {"trainers",
         "cluster"
     }
 
@@ -307,12 +274,12 @@ def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_s
 
 
 def test_the_first_line_of_a_run_needs_the_standard_library_alone():
-    light = {"trainers.first_line", "trainers.program", "trainers.terminal", "trainers.surroundings"}
+    light = {"gangway.first_line", "gangway.program", "gangway.terminal", "gangway.surroundings"}
     ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
-    assert ours - {"trainers.first_line.say", "trainers.program.program"} == {
+    assert ours - {"gangway.first_line.say", "gangway.program.program"} == {
         "orchestrator",
         "orchestrator.run",
-        "trainers",
+        "gangway",
         *light,
     }
     assert {top(module) for module in imported_with("orchestrator.run")} <= {*PACKAGES, *sys.stdlib_module_names}

@@ -31,6 +31,7 @@ import pytest
 import yaml
 
 import trainers.commands.run
+from gangway.stop_reason import StopReason
 from orchestrator.config.job import ConfigError, build, load
 from tests import ROOT
 from tests.unit.documents import DOCUMENTS, Block, blocks, inline_code
@@ -43,7 +44,6 @@ from trainers.checkpoint import assets
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.library import Training
 from trainers.step.state import initial_parameters
-from trainers.stop_reason import StopReason
 
 FILES = {block.file_name: block for kind in ("python", "yaml") for block in blocks(kind) if block.file_name}
 PROGRAMS = [block.file_name for block in blocks("python") if block.document in ("README.md", "library.md")]

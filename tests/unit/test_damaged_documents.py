@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
+from gangway.storage import documents, sealed
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import outcome, replay, summary
@@ -33,13 +35,11 @@ from tests import fuzz
 from trainers import runtime
 from trainers.checkpoint import assets, committed, manifest
 from trainers.checkpoint.committed import Committed
-from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from trainers.loop import frozen, init_from, lineage, start_from
 from trainers.recorders import jsonl
 from trainers.recorders.recorder import About
 from trainers.runtime import executable_files
 from trainers.runtime.executable_files import DamagedProgramError
-from trainers.storage import documents, sealed
 
 REFUSED = (
     documents.StorageError,
@@ -85,7 +85,7 @@ def quiet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking, "ShipperProcess", lambda run_dir, uri: None)
         patch.setattr("os.fsync", lambda descriptor: None)
-        patch.setattr("trainers.storage.row.READS", 0)  # a record that is damaged here stays so
+        patch.setattr("gangway.storage.row.READS", 0)  # a record that is damaged here stays so
         yield
 
 

@@ -8,9 +8,9 @@ import pytest
 from tests import PACKAGES, ROOT
 from tests.imports import sources
 
-DELETES = {"trainers/storage/ours.py", "cluster/agent/log_mark.py"}
+DELETES = {"gangway/storage/ours.py", "cluster/agent/log_mark.py"}
 """`cluster` imports nothing of `trainers`; it deletes logs alone."""
-ASKED_BY_OURS = {f"trainers/storage/{name}.py" for name in ("object_store", "local_store")}
+ASKED_BY_OURS = {f"gangway/storage/{name}.py" for name in ("object_store", "local_store")}
 """What a store does with its objects when `ours` has looked at the mark."""
 NAMES = {"unlink", "rmtree", "rmdir", "removedirs", "rm", "rm_file", "_rm", "rm_r", "delete_run", "delete_experiment"}
 """Of `os`, `shutil`, `pathlib`, `fsspec` and MLflow."""

@@ -7,11 +7,11 @@ import typing
 
 import pytest
 
-from cluster.agent import events as agent
+from gangway.wire import agent_events as agent
+from gangway.wire import events as process
 from orchestrator.events import ConsoleEvent, HostEvent
 from tests import ROOT
 from tests.event_schema import check_event, fields_of, kinds_of
-from trainers.runtime import events as process
 
 NAMES = {
     kind
@@ -37,7 +37,7 @@ def test_an_agent_reads_what_a_training_process_sends():
 
 def _names_asked_for():
     """(file and line, name) of each `case` and each comparison of an event's `ev`."""
-    for package in ("trainers", "cluster", "orchestrator"):
+    for package in ("gangway", "trainers", "cluster", "orchestrator"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 yield from ((f"{path.relative_to(ROOT)}:{node.lineno}", name) for name in _asked_in(node))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from gangway.config.near_keys import section_of
+from gangway.config.yaml_source import ConfigError
 from orchestrator.config.job import SECTIONS, load
 from orchestrator.gangway import COMMANDS as COMMANDS_OF_GANGWAY
 from trainers import settings
 from trainers.config import machines
 from trainers.config.arguments import TrainingArguments
-from trainers.config.near_keys import section_of
-from trainers.config.yaml_source import ConfigError
 
 STEPS = "max_num_steps: 5\n"
 

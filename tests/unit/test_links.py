@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from gangway.storage import durable
 from tests import PACKAGES, ROOT
 from tests.imports import sources
-from trainers.storage import durable
 
 NEW_FOLDER = "it writes into a folder with a random name that it has just created"
 OWN_MACHINE = "it writes into a folder of a test bed, or of an injected fault, that this user has made"
@@ -26,7 +26,7 @@ OTHERWISE = {
     "trainers/data/parts.py": "each file has a random name, or lies in a folder that has one",
     "trainers/data/sources/pieces.py": NEW_FOLDER,
     "trainers/checkpoint/export.py": NEW_FOLDER,
-    "trainers/terminal.py": "the null device",
+    "gangway/terminal.py": "the null device",
 }
 
 

@@ -10,13 +10,13 @@ import typing
 
 import pytest
 
+from gangway.errors import UsageError
 from orchestrator.config.job import JobConfig
 from tests import ROOT
 from trainers.callbacks import Callback, CallbackList
 from trainers.config import CheckpointConfig, LossConfig, MeshConfig, OptimizerConfig, ScheduleConfig
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.data.collate import CollateInfo
-from trainers.errors import UsageError
 from trainers.loop.triggers import Epochs
 from trainers.optim.schedules import build_schedule
 from trainers.parallel.groups import MeshGroup

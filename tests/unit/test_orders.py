@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.agent import orders as agent
+from gangway.wire import agent_orders as agent
+from gangway.wire import orders as process
 from tests.event_schema import fields_of
-from trainers.runtime import orders as process
 
 
 def test_an_agent_reads_fields_that_its_process_knows_too():

@@ -4,15 +4,15 @@ import ast
 
 import pytest
 
+from gangway import published
 from orchestrator.gangway import COMMANDS
 from tests import ROOT
 from tests.pages import api, keys
 from tests.pages.__main__ import PAGES
 from tests.unit.config_keys import every_key
 from tests.unit.documents import blocks
-from trainers import published
 
-OURS = ("trainers", "cluster", "orchestrator")
+OURS = ("gangway", "trainers", "cluster", "orchestrator")
 KEYS, METRICS, PYTHON = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("keys", "metrics", "api"))
 
 

@@ -47,7 +47,7 @@ def test_what_a_change_can_reach(file, test):
         ("tests/data/real_sizes.json", "tests/faults/test_chaos.py"),
         ("tests/unit/data/parity/gemma/config.json", "tests/unit/trainers/step/test_loss.py"),
         # What runs the tests knows the commands of processes by their names, and starts none of them.
-        ("trainers/worker.py", "tests/unit/trainers/storage/test_documents.py"),
+        ("trainers/worker.py", "tests/unit/gangway/storage/test_documents.py"),
         ("orchestrator/run_state/requests.py", "tests/unit/trainers/step/test_loss.py"),
         ("trainers/evaluation/previews.py", "tests/unit/orchestrator/driver/test_driver.py"),
     ],

@@ -31,7 +31,7 @@ CHECKED = {
     "trainers/commands/prepare.py": "prepared data is a folder, and a URL is refused by name",
     "trainers/commands/run.py": ASKS,
     "trainers/library.py": REFUSED,
-    "trainers/storage/identity.py": ASKS,
+    "gangway/storage/identity.py": ASKS,
     "trainers/text/tokenizers.py": "a tokenizer that a bucket has kept is not found, and the run is refused for want of one",
     "trainers/trainer/base_trainer.py": A_NAME,
 }

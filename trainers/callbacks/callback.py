@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from gangway.errors import UsageError
 from trainers.checkpoint import readers
-from trainers.errors import UsageError
 from trainers.other_systems import INSTEAD_OF_AN_EVENT
 from trainers.overrides import check_overrides
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
+from gangway.errors import CheckpointError
+from gangway.storage import ours
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
 from trainers.checkpoint import layout, readers
 from trainers.checkpoint.export import on_the_way, to_hugging_face
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError
-from trainers.storage import ours
 
 FAILED = "failed"
 """The file that a host leaves in the folder on the way when it cannot write its part."""

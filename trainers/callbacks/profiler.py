@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
+from gangway.storage import ours
+from gangway.storage.documents import is_url
+from gangway.storage.opening import place_of
+from gangway.wire.events import Profile
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
 from trainers.config import ProfileConfig
-from trainers.runtime.events import Profile
 from trainers.step.host_flags import RUN_AHEAD_STEPS
-from trainers.storage import ours
-from trainers.storage.documents import is_url
-from trainers.storage.opening import place_of
 
 
 @dataclass(frozen=True)

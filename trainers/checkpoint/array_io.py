@@ -19,10 +19,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.store import Place
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.runtime.multihost import one_line
-from trainers.storage.store import Place
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
 WRITE_TIMEOUT_S = 1800

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
+from gangway.storage import documents, durable, ours
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import StorageError
+from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest, model_files
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
-from trainers.storage import documents, durable, ours
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import StorageError
-from trainers.storage.store import Place
 
 FOLDER = "assets"
 INDEX = "assets.json"

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gangway.errors import TransientError, UsageError
+from gangway.storage import durable
+from gangway.storage.documents import is_url
 from trainers.checkpoint import assets, hugging_face, model_files, weights
 from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
-from trainers.errors import TransientError, UsageError
-from trainers.storage import durable
-from trainers.storage.documents import is_url
 
 NAME = "hugging_face"
 """The name of the asset."""

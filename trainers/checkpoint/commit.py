@@ -17,6 +17,9 @@ from typing import Any
 
 import jax
 
+from gangway.storage import ours
+from gangway.storage.documents import StorageError
+from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.standing import UNCOMMITTED, Folder, name_for
@@ -24,9 +27,6 @@ from trainers.checkpoint.trial import UnsavableError, seal_meta
 from trainers.jax_internals import distributed
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
-from trainers.storage import ours
-from trainers.storage.documents import StorageError
-from trainers.storage.store import Place
 
 PART_OF_HOST = "ocdbt.process_"
 """How the folders begin in which Orbax writes what each host has."""

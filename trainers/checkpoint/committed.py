@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.row import CHECKPOINTS
+from gangway.storage.store import Place
 from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder, row_of
-from trainers.errors import CheckpointUnavailableError
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, NewerDocument
-from trainers.storage.row import CHECKPOINTS
-from trainers.storage.store import Place
 
 FILE = "committed.json"
 COST = "the newest checkpoint that is there counts as the newest one"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import StorageError
-from trainers.storage.store import Place
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import StorageError
+from gangway.storage.store import Place
 
 
 class _Copying(TypedDict):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gangway.storage.row import NO_DRIVER, WriterTerm
 from trainers.checkpoint import manifest
 from trainers.checkpoint.standing import Folder
-from trainers.storage.row import NO_DRIVER, WriterTerm
 
 
 @dataclass

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gangway.errors import CheckpointError, UsageError
+from gangway.storage import ours
 from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
 from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
 from trainers.config.hf_files import CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE, TEMPLATE_FILE
-from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
-from trainers.storage import ours
 
 if TYPE_CHECKING:  # transformers takes a second
     from trainers.text.tokenizers import Tokenizer

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from gangway.errors import CheckpointError
+from gangway.storage import ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from trainers.checkpoint import manifest, mlflow_model, weights
 from trainers.config.hf_files import CONFIG_FILE
-from trainers.errors import CheckpointError
 from trainers.models.hf import peft_in
-from trainers.storage import ours
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
 
 LAST = (CONFIG_FILE, peft_in.CONFIG, mlflow_model.FILE)
 """Put after all else of a folder: without it nobody takes the folder for a model."""

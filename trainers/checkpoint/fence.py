@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainers.storage import durable, ours
-from trainers.storage.row import NO_DRIVER, WriterTerm
+from gangway.storage import durable, ours
+from gangway.storage.row import NO_DRIVER, WriterTerm
 
 __all__ = ["NO_DRIVER", "WriterTerm"]
 

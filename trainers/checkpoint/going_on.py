@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gangway.config.masking import masked
+from gangway.errors import UsageError
+from gangway.storage.documents import StorageError
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.standing import Folder
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.masking import masked
 from trainers.config.source import RULES_OF_RECORDS
-from trainers.errors import UsageError
-from trainers.storage.documents import StorageError
 
 HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
 """What a changed setting does to the training: nothing; nothing but rounding; it is no longer the same experiment."""

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from gangway.config.section import repeated
+from gangway.errors import CheckpointError, UsageError
 from trainers.checkpoint import model_files, tensor_files
 from trainers.checkpoint.standing import Folder as Where
 from trainers.checkpoint.tensor_files import DTYPES, Header
 from trainers.config.hf_files import CONFIG_FILE
-from trainers.config.section import repeated
-from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.tensors import is_besides, is_tied_head, sources

@@ -18,13 +18,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from gangway.errors import UsageError
+from gangway.storage import durable
+from gangway.storage.ours import MADE_BY
 from trainers.checkpoint.hugging_face import INDEX_FILE, ONE_FILE
 from trainers.checkpoint.tensor_files import DTYPES
-from trainers.errors import UsageError
 from trainers.models.hf.tensors import sources
 from trainers.models.hf.vision_config import Config
-from trainers.storage import durable
-from trainers.storage.ours import MADE_BY
 
 CODES = {name: code for code, name in DTYPES.items()}
 BLOCK_BYTES = 32 << 20

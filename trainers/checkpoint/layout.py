@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from gangway.errors import CheckpointError
+from gangway.storage import documents, durable, ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.standing import Folder, at, committed_in, copied_in, unrecorded
-from trainers.errors import CheckpointError
-from trainers.storage import documents, durable, ours
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
 
 MODELS_FOLDER = "models"
 Remove = Callable[[Folder, int], None]

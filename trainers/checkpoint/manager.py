@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gangway.errors import NonFiniteStateError
 from trainers.checkpoint import committed, layout, manifest, model_only, trial
 from trainers.checkpoint.commit import CommitError
 from trainers.checkpoint.committed import Committed
@@ -28,7 +29,6 @@ from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.state_saver import StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
-from trainers.errors import NonFiniteStateError
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
 

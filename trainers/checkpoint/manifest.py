@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+from gangway.storage import documents, durable
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import NewerDocument, StorageError
+from gangway.storage.store import Place, StorageProblem
 from trainers.checkpoint.standing import Folder
-from trainers.storage import documents, durable
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import NewerDocument, StorageError
-from trainers.storage.store import Place, StorageProblem
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"

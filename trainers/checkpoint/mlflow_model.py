@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainers.errors import UsageError
-from trainers.storage import durable
+from gangway.errors import UsageError
+from gangway.storage import durable
 
 LOADER = "trainers.pyfunc"
 FILE = "MLmodel"

@@ -14,11 +14,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gangway.errors import CheckpointError
+from gangway.storage import ours
+from gangway.storage.store import Entry, Place
 from trainers.checkpoint.standing import Folder
 from trainers.config.hf_files import MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
-from trainers.errors import CheckpointError
-from trainers.storage import ours
-from trainers.storage.store import Entry, Place
 
 BESIDE_WEIGHTS = frozenset((*MODEL_FILES, *TOKENIZER_FILES, PREPROCESSOR_FILE))
 MAX_COPIED_BYTES = 1 << 30

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.storage import durable, ours, sealed
+from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import CommitError
-from trainers.storage import durable, ours, sealed
-from trainers.storage.store import Place
 
 if TYPE_CHECKING:
     from trainers.checkpoint.ownership import Ownership

@@ -17,8 +17,8 @@ from typing import Any
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from gangway.storage import usage
 from trainers.checkpoint import orbax_requests
-from trainers.storage import usage
 
 SCHEMES = ("gs://", "s3://")
 RETRIES = {"max_retries": 10, "initial_delay": "200ms", "max_delay": "8s"}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from trainers.storage.usage import Usage
+from gangway.storage.usage import Usage
 
 REQUESTS = ("get", "put", "list", "delete", "again")
 OF_TENSORSTORE = dict(zip(("read", "write", "list", "delete_range", "retries"), REQUESTS, strict=True))

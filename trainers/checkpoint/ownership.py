@@ -11,18 +11,18 @@ from pathlib import Path
 
 import jax
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage import ours
+from gangway.storage.documents import StorageError
+from gangway.storage.row import NO_DRIVER, Kept, OvertakenError, WriterTerm
+from gangway.storage.store import Place
 from trainers.checkpoint import committed, fence, layout, manifest, standing
 from trainers.checkpoint.commit import CommitError, delete
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.storage_check import StorageCheck
-from trainers.errors import CheckpointUnavailableError
 from trainers.runtime import multihost
 from trainers.runtime.multihost import of_host0
-from trainers.storage import ours
-from trainers.storage.documents import StorageError
-from trainers.storage.row import NO_DRIVER, Kept, OvertakenError, WriterTerm
-from trainers.storage.store import Place
 
 
 class Ownership:

@@ -9,6 +9,10 @@ from typing import Any
 
 import jax
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.documents import StorageError
+from gangway.storage.store import Place, StorageProblem
+from gangway.wire.events import RefusedCheckpoint
 from trainers.checkpoint import fence, layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles, is_outage
 from trainers.checkpoint.course import Course, term_of
@@ -17,13 +21,9 @@ from trainers.checkpoint.measured_state import MeasuredState
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model
-from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.runtime import multihost
-from trainers.runtime.events import RefusedCheckpoint
 from trainers.runtime.multihost import first_problem, of_host0, one_line
 from trainers.step.state import TrainState
-from trainers.storage.documents import StorageError
-from trainers.storage.store import Place, StorageProblem
 
 Accept = Callable[[dict[str, Any]], str]
 """Returns why a checkpoint with this meta must not be used; empty if it may be."""

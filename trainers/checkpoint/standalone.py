@@ -8,17 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.documents import StorageError
+from gangway.storage.store import StorageProblem
 from trainers.checkpoint import assets, layout, manifest, model_only
 from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
-from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
 from trainers.step.state import TrainState, arrays_of_model
-from trainers.storage.documents import StorageError
-from trainers.storage.store import StorageProblem
 
 NO_ASSETS: Mapping[str, Any] = MappingProxyType({})
 

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainers.storage import ours, row
-from trainers.storage.opening import place_of
-from trainers.storage.row import Kept, Row, WriterTerm
-from trainers.storage.store import Place
+from gangway.storage import ours, row
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept, Row, WriterTerm
+from gangway.storage.store import Place
 
 Folder = Path | Place
 """A folder of a disk, or a place in a bucket: never one on a disk."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gangway.errors import CheckpointError
+from gangway.storage.store import Place, StorageUnavailable
 from trainers.checkpoint import model_files
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError
-from trainers.storage.store import Place, StorageUnavailable
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The names of types in a file of safetensors; those that a parameter may have."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gangway.storage.store import Place
 from trainers.checkpoint import layout, model_only, readers, standing
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.course import Course
@@ -16,7 +17,6 @@ from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.standing import Folder
 from trainers.runtime.multihost import one_line
-from trainers.storage.store import Place
 
 
 class Tidier:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gangway.storage import ours, sealed
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.runtime.multihost import one_line
-from trainers.storage import ours, sealed
 
 SHOWN = 3
 

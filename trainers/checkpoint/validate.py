@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from gangway.errors import CheckpointError
 from trainers.checkpoint import manifest
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError
 
 
 def check_files(

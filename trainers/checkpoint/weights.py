@@ -14,6 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from gangway.storage.documents import StorageError
+from gangway.storage.row import CHECKPOINTS
+from gangway.storage.store import Place, StorageRefused
 from trainers.checkpoint import hugging_face, layout, manifest, model_files, standing, tensor_files
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
@@ -23,13 +27,9 @@ from trainers.checkpoint.tensor_files import DTYPES
 from trainers.checkpoint.validate import check_files
 from trainers.config import LoraConfig, ModelConfig
 from trainers.config.weights import InitConfig
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.models import lora
 from trainers.models.hf import peft_in
 from trainers.optim.optimizers import SCHEDULE_FREE
-from trainers.storage.documents import StorageError
-from trainers.storage.row import CHECKPOINTS
-from trainers.storage.store import Place, StorageRefused
 
 FILE_SUFFIX = ".safetensors"
 SHOWN = 20

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gangway.errors import CheckpointError
 from trainers.checkpoint import hugging_face, manifest, tensor_files, weights
 from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.model_only import PART, STATE, parts_in
@@ -17,7 +18,6 @@ from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.errors import CheckpointError
 from trainers.models.hf.weights import flat
 from trainers.models.lora import A, B, merged
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gangway.errors import UsageError
 from trainers.config.arguments import TrainingArguments, dataset_function, load_object
-from trainers.errors import UsageError
 
 
 def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainers.errors import TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import parser as command_parser
-from trainers.terminal import command
+from gangway.errors import TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    from gangway.wire.events import Event
     from trainers.data.view import Batch, Decode, Line
-    from trainers.runtime.events import Event
     from trainers.trainer.base_trainer import BaseTrainer
 
 INTERRUPTED = 130

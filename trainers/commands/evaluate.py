@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gangway.errors import TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.storage import not_finite
+from gangway.surroundings import allow_for_forced_devices
+from gangway.terminal import command
+from gangway.wire.events import Event
 from trainers.commands.saved_models import recorded_with, state_of, with_model_of, without_adapters
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import parser as command_parser
-from trainers.runtime.events import Event
 from trainers.settings import read
-from trainers.storage import not_finite
-from trainers.surroundings import allow_for_forced_devices
-from trainers.terminal import command
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def named_by(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Returns what guards the imports: without CONFIG whoever made the checkpoint has written what is imported."""
-    from trainers.config import importable
+    from gangway.config import importable
 
     return nullcontext() if options.config is not None else importable.named_by_data(options.source, options.trust_code)
 

@@ -25,12 +25,12 @@ import sys
 from functools import partial
 from typing import Any
 
+from gangway.errors import CheckpointError, TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.storage.documents import is_url
+from gangway.terminal import command
 from trainers.checkpoint.export import FORMATS
-from trainers.errors import CheckpointError, TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.storage.documents import is_url
-from trainers.terminal import command
 
 
 @command

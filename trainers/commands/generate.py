@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.errors import TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import parser as command_parser
-from trainers.surroundings import allow_for_forced_devices
-from trainers.terminal import command
+from gangway.errors import TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.surroundings import allow_for_forced_devices
+from gangway.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     import numpy as np
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         texts = prompts_of(options)
         tell(f"reading {options.source}")
         # Whoever made the run or the folder has written what it names.
-        from trainers.config import importable
+        from gangway.config import importable
 
         with importable.named_by_data(options.source, options.trust_code):
             return run(options, texts)

@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gangway.errors import TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.storage.documents import is_url
+from gangway.terminal import command
 from trainers.config.source import SourceConfig
 from trainers.console.progress import progress_on
-from trainers.errors import TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import parser as command_parser
-from trainers.storage.documents import is_url
-from trainers.terminal import command
 
 if TYPE_CHECKING:  # the first line is there before it is imported
     from trainers.config.arguments import TrainingArguments

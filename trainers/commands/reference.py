@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.errors import TransientError, UsageError
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.storage.documents import is_url
+from gangway.surroundings import allow_for_forced_devices
+from gangway.terminal import command
 from trainers.console.progress import Progress, progress_on
 from trainers.data.record_files import ENDINGS, schema_of, write
-from trainers.errors import TransientError, UsageError
-from trainers.first_line import say
-from trainers.program import parser as command_parser
-from trainers.storage.documents import is_url
-from trainers.surroundings import allow_for_forced_devices
-from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.config.arguments import TrainingArguments

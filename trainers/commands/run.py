@@ -20,25 +20,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.config.masking import masked
+from gangway.config.yaml_source import ConfigError
+from gangway.errors import TransientError, UsageError, user_frame
+from gangway.first_line import say
+from gangway.program import parser as command_parser
+from gangway.stop_reason import StopReason
+from gangway.storage.documents import is_url, write_text
+from gangway.surroundings import allow_for_forced_devices
+from gangway.terminal import command
+from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, load_object, recorded_arguments
-from trainers.config.masking import masked
-from trainers.config.yaml_source import ConfigError
 from trainers.console.log_file import LoggedConsole
 from trainers.console.of_events import for_console
 from trainers.console.screens import CONSOLE_LOG, Console, make_console
-from trainers.errors import TransientError, UsageError, user_frame
-from trainers.first_line import say
-from trainers.program import parser as command_parser
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event, course_left_at
 from trainers.settings import ARGUMENTS_CLASS, read
-from trainers.stop_reason import StopReason
-from trainers.storage.documents import is_url, write_text
-from trainers.surroundings import allow_for_forced_devices
-from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.errors import UsageError
+from gangway.storage.documents import is_url, join
+from gangway.storage.row import CHECKPOINTS
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import OF_EXECUTION
-from trainers.errors import UsageError
 from trainers.settings import recorded
-from trainers.storage.documents import is_url, join
-from trainers.storage.row import CHECKPOINTS
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.checkpoint.standing import Folder

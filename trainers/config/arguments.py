@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from gangway.config import importable
+from gangway.config.conversion import convert_sections, from_dict
+from gangway.config.masking import masked
+from gangway.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
+from gangway.config.working_folder import of_a_copy
 from trainers.config import (
     AnomalyConfig,
     CheckpointConfig,
@@ -36,18 +41,13 @@ from trainers.config import (
     VisionConfig,
     attention,
     divisions,
-    importable,
     recorders,
 )
 from trainers.config.context import problems as problems_of_context
-from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
-from trainers.config.masking import masked
 from trainers.config.model import CONTEXT, batch_axes, num_replicas
 from trainers.config.pipeline import PipelineConfig
 from trainers.config.pipeline import problems as problems_of_pipeline
-from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
-from trainers.config.working_folder import of_a_copy
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
+from gangway.config.section import not_paths, too_small
 from trainers.config import mixture as mixtures
 from trainers.config.mixture import MixtureSource
-from trainers.config.section import not_paths, too_small
 from trainers.config.source import SourceConfig
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainers.config.conversion import convert_sections
+from gangway.config.conversion import convert_sections
+from gangway.config.section import Section, not_paths, require_none, too_small
 from trainers.config.exact_match import ExactMatchConfig
-from trainers.config.section import Section, not_paths, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from trainers.config.section import Section, require_none, too_small
+from gangway.config.section import Section, require_none, too_small
 
 BASE = "base"
 """The name of the frozen weights that LoRA adapts, among those of `frozen`."""

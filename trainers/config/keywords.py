@@ -8,10 +8,10 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainers.config import near_keys
+from gangway.config import near_keys
+from gangway.config.section import did_you_mean
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.config.pieces import PiecesArguments
-from trainers.config.section import did_you_mean
 
 INSTEAD = {
     **dict.fromkeys(("name", "storage"), "run_dir=FOLDER"),

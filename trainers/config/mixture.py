@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainers.config.section import too_small
+from gangway.config.section import too_small
 from trainers.config.source import SourceConfig
 
 

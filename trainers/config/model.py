@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gangway.config.conversion import convert_sections
+from gangway.config.section import Section, did_you_mean, require, require_none, too_small
 from trainers.config import combinations
 from trainers.config.attention import EXCHANGES, KERNELS
-from trainers.config.conversion import convert_sections
 from trainers.config.divisions import sizes_that_fit
 from trainers.config.families import FAMILIES, Family, biased, misspelt
-from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 SLICE = "slice"
 """The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""

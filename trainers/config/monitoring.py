@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.config.section import Section, repeated, require, require_none, too_small
+from gangway.config.section import Section, repeated, require, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainers.config.conversion import convert_sections
-from trainers.config.section import Section, not_paths, not_patterns, require_none, too_small
+from gangway.config.conversion import convert_sections
+from gangway.config.section import Section, not_paths, not_patterns, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

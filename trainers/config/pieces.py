@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gangway.config.section import PATH, Section, not_paths, require_none
 from trainers.config.arguments import TrainingArguments
-from trainers.config.section import PATH, Section, not_paths, require_none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainers.config.section import PATH, did_you_mean
-from trainers.config.working_folder import is_installed
+from gangway.config.section import PATH, did_you_mean
+from gangway.config.working_folder import is_installed
 
 BUILT_IN = {
     "jsonl": "trainers.recorders.jsonl:JsonLines",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainers.config.section import Section, require_none
+from gangway.config.section import Section, require_none
 
 RULES_OF_RECORDS = 2
 """The version of how records become tokens: one more at each change. Checkpoints and the digests of encoders have it."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.config.section import Section, require_none, too_small
+from gangway.config.section import Section, require_none, too_small
 
 WITH_REFERENCE = ("dpo", "ipo")
 """Losses that compare the model with a reference."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gangway.config.section import Section, require_none, too_small
 from trainers.config.families import ENCODERS, Family, biased, misspelt
 from trainers.config.model import problems_of_remat, unrolled
-from trainers.config.section import Section, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gangway.config.section import Section, require_none
 from trainers.config.frozen import not_readable
-from trainers.config.section import Section, require_none
 
 
 @dataclass(frozen=True, kw_only=True)

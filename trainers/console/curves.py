@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from trainers.published import number
+from gangway.published import number
 
 Points = Sequence[tuple[int, float]]
 """(step, value), by step."""

@@ -7,9 +7,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gangway.storage import durable
 from trainers.console.screens import Console, PlainConsole
 from trainers.console.view import Event
-from trainers.storage import durable
 
 
 class LoggedConsole:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.runtime.events import Event
-from trainers.runtime.phases import PHASES
+from gangway.wire.events import Event
+from gangway.wire.phases import PHASES
 
 WARNINGS = ("save_failed", "anomaly")
 

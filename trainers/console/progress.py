@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO, cast
 
-from trainers.terminal import shown
+from gangway.terminal import shown
 
 PLAIN_EVERY_S = 5.0
 """The time between two lines where there is no terminal."""

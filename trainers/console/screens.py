@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO, cast
 
+from gangway.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
+from gangway.storage import durable
+from gangway.terminal import Shown, shown
 from trainers.console.text import clock_time, printable
 from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, own_metrics, progress
-from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
-from trainers.storage import durable
-from trainers.terminal import Shown, shown
 
 PLAIN_EVERY_S = 5.0
 """The least time between two lines of metrics in a log. Evaluations and the last step are always shown."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gangway.published import of_evaluation, own, shown
 from trainers.console.text import clock_time, count, printable, sentence
-from trainers.published import of_evaluation, own, shown
 
 Event = Mapping[str, Any]
 """An event for the console (`orchestrator/events.py` has the schemas): `ev` is its kind."""

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gangway.errors import DataError, UsageError
+from gangway.storage import durable, ours, sealed
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, UsageError
-from trainers.storage import durable, ours, sealed
 
 END = "<|endoftext|>"
 SMALLEST = 257

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from trainers.errors import DataError, UsageError
+from gangway.errors import DataError, UsageError
 from trainers.protocol import METRIC, SKIPPED, Ids
 
 Example = Mapping[str, Any]

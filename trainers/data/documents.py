@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trainers.errors import DataError
+from gangway.errors import DataError
 
 Record = Mapping[str, Any]
 """One line of JSON, one row of Parquet or CSV, one text file ({"text": ...}): plain Python values by column."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gangway.errors import UsageError
 from trainers.config.hf_files import CONFIG_FILE, PREPROCESSOR_FILE
 from trainers.config.vision import VisionConfig
 from trainers.data.images import ImageProcessor, open_image, read_processor
-from trainers.errors import UsageError
 from trainers.text.tokenizers import FolderTokenizer, Tokenizer
 
 MARKS = {"boi_token": 255_999, "eoi_token": 256_000}

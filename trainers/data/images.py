@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, DataUnavailableError
 from trainers.config.hf_files import PREPROCESSOR_FILE
-from trainers.errors import DataError, DataMissingError, DataUnavailableError
 
 BILINEAR, BICUBIC = 2, 3
 RESAMPLE_OF = {"ViT": BILINEAR, "Siglip": BICUBIC, "Gemma3": BILINEAR}

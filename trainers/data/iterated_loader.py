@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gangway.errors import DataError, UsageError
 from trainers.data.collate import check_numbers
 from trainers.data.streams import Stream
-from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Ids
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainers.storage import durable, ours
+from gangway.storage import durable, ours
 
 FOLDER = "~/.cache/gangway"
 TOKENS, INDICES, CHECKED, LOCKS = "tokens", "records", "checked", "locks"

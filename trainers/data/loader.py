@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gangway.errors import DataError
 from trainers.data.collate import Collator, Preprocess, check_numbers, preprocessed, stack
-from trainers.errors import DataError
 from trainers.parallel import mesh as meshes
 from trainers.protocol import SKIPPED, Ids
 

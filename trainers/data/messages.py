@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gangway.errors import DataError
 from trainers.data.documents import Record
 from trainers.data.sources import json_records
-from trainers.errors import DataError
 from trainers.text.turns import ASSISTANT, CONTENT, ROLE, TOOL_CALLS, USER, Conversation, shown
 
 WEIGHTS = ("weight", "train", "loss_mask")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 
 
 @dataclass(frozen=True)

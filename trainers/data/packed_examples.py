@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, UsageError
 from trainers import runtime
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
@@ -25,7 +26,6 @@ from trainers.data.padded import cut_alike, num_held_out
 from trainers.data.permutations import held_out
 from trainers.data.sources.packed import ALONE
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, DataMissingError, UsageError
 from trainers.text import tokenizers
 
 

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from gangway.errors import DataError
 from trainers.data.documents import Document, Documents
 from trainers.data.mixture import Mixture
 from trainers.data.packing import Counts, Piece, Plan
 from trainers.data.permutations import held_out, shuffled
-from trainers.errors import DataError
 
 Row = Mapping[str, np.ndarray]
 

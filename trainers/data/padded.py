@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gangway.errors import DataError
 from trainers.data.documents import Document, Encoder, Record, Records
 from trainers.data.permutations import held_out
-from trainers.errors import DataError
 from trainers.protocol import METRIC
 
 Truncation = Literal["keep_start", "keep_end"]

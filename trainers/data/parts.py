@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from gangway.errors import DataError
+from gangway.storage import durable, ours, sealed
 from trainers.data.documents import Document, Encoder, Record, Records
 from trainers.data.prepared import OFFSETS, TOKENS, WEIGHTS, checksum
-from trainers.errors import DataError
-from trainers.storage import durable, ours, sealed
 
 MOST_RECORDS, FEWEST_RECORDS, ABOUT_PARTS = 8192, 64, 64
 AT_ONCE_BYTES = 4 << 20

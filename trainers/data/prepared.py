@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, DataUnavailableError
+from gangway.storage import durable, sealed
 from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Document
 from trainers.data.sources.files import PREPARED
-from trainers.errors import DataError, DataMissingError, DataUnavailableError
-from trainers.storage import durable, sealed
 
 FORMAT = 3
 TOKENS, OFFSETS, WEIGHTS = "tokens.bin", "offsets.npy", "weights.bin"

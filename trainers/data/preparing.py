@@ -23,6 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, TransientError
+from gangway.storage import durable, ours, sealed
+from gangway.storage.documents import is_url
 from trainers.config.arguments import TrainingArguments
 from trainers.config.source import SourceConfig
 from trainers.console.progress import Progress
@@ -33,9 +36,6 @@ from trainers.data.parts import Part, is_finished, join, parts_of, write_part
 from trainers.data.prepared import AGAIN, PREPARED, PreparedDocuments, settings_of
 from trainers.data.sources.files import Listing, files_of, listing, stamps
 from trainers.data.sources.records import FilesRecords, open_records, tell_left_out
-from trainers.errors import DataError, DataMissingError, TransientError
-from trainers.storage import durable, ours, sealed
-from trainers.storage.documents import is_url
 from trainers.text import tokenizers
 
 SLOW_S = 10.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataUnavailableError, TransientError, UsageError, may_pass
 from trainers.config import DataConfig
 from trainers.data.epoch_order import where_is
-from trainers.errors import DataUnavailableError, TransientError, UsageError, may_pass
 from trainers.protocol import SKIPPED
 
 NOTED = 5

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from gangway.errors import UsageError
+from gangway.storage import durable
 from trainers.data.documents import Record
-from trainers.errors import UsageError
-from trainers.storage import durable
 
 if TYPE_CHECKING:  # heavy, and lines of JSON do without it
     import pyarrow

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from trainers.errors import DataError, UsageError
+from gangway.errors import DataError, UsageError
 
 MAX_STATE_BYTES = 1 << 20
 """A larger state is not kept: each checkpoint has that of every host."""

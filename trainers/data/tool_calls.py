@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gangway.errors import DataError
 from trainers.data.messages import leave_out
-from trainers.errors import DataError
 from trainers.text import turns
 from trainers.text.tokenizers import FolderTokenizer
 from trainers.text.turns import TOOL_CALLS, Conversation

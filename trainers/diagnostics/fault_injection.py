@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from gangway.stop_reason import StopReason
+from gangway.storage import durable, ours
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.runtime import multihost
-from trainers.stop_reason import StopReason
-from trainers.storage import durable, ours
 
 FOLDER_VARIABLE = "GANGWAY_FAULTS"
 LONG_S = 86_400.0

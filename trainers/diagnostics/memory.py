@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
+from gangway.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.config.model import PIPELINE, num_replicas
 from trainers.config.optimizer import OFFLOADED
 from trainers.diagnostics.room import DoesNotFit
-from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.parallel import host_memory
 from trainers.step.state import TrainState
 from trainers.tasks.causal_lm import CausalLMTask

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gangway.errors import DataError, UsageError
 from trainers.config import PreviewConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.config.exact_match import PLACE, ExactMatchConfig
@@ -27,7 +28,6 @@ from trainers.data.documents import Record, Records
 from trainers.data.messages import value_of
 from trainers.data.padded import padded
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, UsageError
 from trainers.models.decoding import begin, go_on
 from trainers.protocol import Batch, Task
 from trainers.tasks.causal_lm import CausalLMTask

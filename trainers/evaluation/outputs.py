@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.parallel.device import wait_for_device
 from trainers.protocol import EvaluationMetrics, Task
 from trainers.runtime import multihost

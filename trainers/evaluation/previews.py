@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gangway.errors import UsageError
 from trainers.config import PreviewConfig
 from trainers.config.frozen import BASE
-from trainers.errors import UsageError
 from trainers.models.decoding import decode
 from trainers.parallel import mesh as meshes
 from trainers.parallel.device import wait_for_device

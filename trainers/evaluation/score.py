@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from gangway.errors import UsageError
 from trainers.config import ScoreConfig
-from trainers.errors import UsageError
 from trainers.runtime import multihost
 
 COMBINE: Mapping[str, Callable[[list[float]], float]] = {

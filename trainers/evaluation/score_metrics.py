@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 from trainers.config import UnitConfig
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
 from trainers.evaluation import outputs
 from trainers.evaluation.exact_match import task_of_unit
 from trainers.evaluation.validation import DEFAULT_UNIT

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gangway.errors import UsageError
 from trainers import runtime
-from trainers.errors import UsageError
 from trainers.evaluation import outputs
 from trainers.evaluation.validation import ValidationUnit
 from trainers.metrics.accumulator import Layout

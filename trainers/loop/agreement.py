@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import jax
 
+from gangway.errors import CoordinatorError, DesyncError
+from gangway.stop_reason import StopReason
 from trainers.callbacks import RunInfo
-from trainers.errors import CoordinatorError, DesyncError
 from trainers.loop.host_requests import HostRequests
 from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
 from trainers.loop.triggers import EndOfData
 from trainers.runtime import multihost
 from trainers.step.host_flags import UpdateStatus
-from trainers.stop_reason import StopReason
 
 DESYNC_TIMEOUT_S = 10.0
 """How long the hosts wait to exchange their batch indices for the error message. All hosts read the same status, so all of them

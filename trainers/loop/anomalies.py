@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from gangway.wire.events import AnomalyFields
 from trainers.config import AnomalyConfig
-from trainers.runtime.events import AnomalyFields
 from trainers.step.host_flags import UpdateStatus
 
 SHOWN_BATCHES = 20

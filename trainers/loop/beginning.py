@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gangway.errors import UsageError
 from trainers import runtime
 from trainers.checkpoint.weights import Adapted
 from trainers.config.weights import InitConfig, from_plain
-from trainers.errors import UsageError
 from trainers.loop import init_from
 from trainers.optim.param_groups import parameter_path
 from trainers.parallel.host_copy import HostCopy

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from gangway.errors import UsageError
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
-from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT
 from trainers.loop.hooks import HAS_DEFAULTS, Hooks

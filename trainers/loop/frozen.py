@@ -14,18 +14,18 @@ from typing import Any, TypedDict
 
 import jax
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.document_kind import DocumentKind
 from trainers.checkpoint import layout, weights
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
-from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
 from trainers.parallel.device import wait_for_device
 from trainers.parallel.mesh import replicated
 from trainers.runtime.executables import Program, ProgramStore
-from trainers.storage.document_kind import DocumentKind
 
 Origins = dict[str, dict[str, str]]
 

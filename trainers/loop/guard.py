@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import jax
 
+from gangway.errors import LossScaleError, LossSpikeError, NonFiniteLossError, NonFiniteStateError
 from trainers import runtime
 from trainers.config import AnomalyConfig
-from trainers.errors import LossScaleError, LossSpikeError, NonFiniteLossError, NonFiniteStateError
 from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.inflight import Agreed

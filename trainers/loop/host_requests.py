@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import RunInfo
 from trainers.loop.inflight import STOP_REASONS, Agreed
-from trainers.stop_reason import StopReason
 
 RETRY_FIRST_S, RETRY_MAX_S = 10.0, 300.0
 """The delay before a failed save is tried again: at first, and at most. It doubles each time."""

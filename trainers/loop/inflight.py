@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from gangway.stop_reason import StopReason
 from trainers.parallel import mesh as meshes
 from trainers.parallel.device import wait_for_device
 from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, UpdateStatus
-from trainers.stop_reason import StopReason
 
 LOOK_AHEAD_STEPS = RUN_AHEAD_STEPS + 1
 """A request of one host is known to all hosts after at most this many steps."""

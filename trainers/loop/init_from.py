@@ -11,15 +11,15 @@ from typing import Any, TypedDict
 
 import jax
 
+from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from gangway.storage.document_kind import DocumentKind
 from trainers.checkpoint import layout, weights
 from trainers.config.weights import InitConfig, from_plain, plain
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
 from trainers.parallel.mesh import replicated
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, of_host0, one_line
-from trainers.storage.document_kind import DocumentKind
 
 
 class _Begun(TypedDict):

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from gangway.errors import UsageError
+from gangway.storage import documents
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument, NewerDocument
 from trainers import runtime
-from trainers.errors import UsageError
 from trainers.loop.anomalies import shown
-from trainers.storage import documents
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, NewerDocument
 
 SKIPPED_FILE = "skipped_batches.json"
 """The file in the run's folder that lists the batches left out by rollbacks. It is apart from the checkpoints: a rollback

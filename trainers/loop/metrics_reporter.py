@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from gangway.wire.events import Metrics
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.loop.triggers import Epochs
 from trainers.metrics import histograms
 from trainers.metrics.host_usage import HostUsage
 from trainers.metrics.publisher import device_memory
-from trainers.runtime.events import Metrics
 
 
 @dataclass

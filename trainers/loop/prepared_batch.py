@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from gangway.errors import DataError, UsageError
 from trainers import runtime
-from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.protocol import METRIC, Batch, TrainerConfigureModelOutput
 from trainers.runtime import distributed

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument, NewerDocument
 from trainers import runtime
 from trainers.checkpoint import layout
-from trainers.errors import CheckpointError, CheckpointUnavailableError
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, NewerDocument
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from gangway.errors import UsageError
 from trainers.config import ParameterGroup
-from trainers.errors import UsageError
 from trainers.protocol import (
     Loss,
     TrainerConfigureDataloaderOutput,

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
+from gangway.errors import CheckpointError, SaveFailedError
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import going_on
 from trainers.checkpoint.whole import META
 from trainers.config.arguments import TrainingArguments, recorded_arguments
-from trainers.errors import CheckpointError, SaveFailedError
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage

@@ -10,19 +10,19 @@ from typing import Any, TypedDict
 
 import jax
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.row import CHECKPOINTS
+from gangway.storage.store import Place
 from trainers import runtime
 from trainers.checkpoint import going_on, layout, manifest, model_files, weights
 from trainers.checkpoint.standalone import load_from
 from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
 from trainers.loop.time_used import META as TIME_USED
 from trainers.step.state import TrainState
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.row import CHECKPOINTS
-from trainers.storage.store import Place
 
 KEY = "checkpoint.start_from"
 

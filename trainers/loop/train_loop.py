@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
+from gangway.errors import NonFiniteStateError
+from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.config import DistributionConfig
 from trainers.data.loader import StepAddressedLoader
-from trainers.errors import NonFiniteStateError
 from trainers.loop.agreement import Agreement
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.garbage import GarbageCollection
@@ -33,7 +34,6 @@ from trainers.metrics.accumulator import Layout, MetricSums, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
-from trainers.stop_reason import StopReason
 
 
 @dataclass(frozen=True)

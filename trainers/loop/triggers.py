@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gangway.stop_reason import StopReason
 from trainers.config import CheckpointConfig, EvaluationConfig, PreviewConfig
 from trainers.loop.inflight import LOOK_AHEAD_STEPS, Agreed
 from trainers.runtime import multihost
-from trainers.stop_reason import StopReason
 
 
 @dataclass(frozen=True)

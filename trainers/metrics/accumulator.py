@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 from trainers.parallel.device import wait_for_device
 from trainers.protocol import Last, Loss, Max, Min, Sum
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gangway.published import Distribution
 from trainers.config import DistributionConfig
-from trainers.published import Distribution
 
 STATISTICS = ("mean", "std", "min", "max")
 """The first columns of a row; the counts of the bins follow."""

@@ -14,7 +14,7 @@ import jax
 from flax import linen, nnx
 from flax.core import DenyList
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.models.batch_norm import OfRows
 from trainers.models.created import CREATED, STACKED, UPDATE_AS, role_in_flax
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from gangway.config.section import require, require_none
 from trainers.config import ModelConfig
 from trainers.config.arguments import load_object
 from trainers.config.attention import NEEDS, Needs, check, check_platform, choose, choose_exchange, needs_of
-from trainers.config.section import require, require_none
 from trainers.models.attention import attend, causal_mask, same_block, within
 from trainers.models.blockwise import blockwise
 from trainers.models.context_attention import context_attention

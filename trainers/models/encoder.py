@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.models import lora, remat
 from trainers.models.attention import dot_product
 from trainers.models.decoder import TABLE_SCALE, Weights, activation, heads_of, layer_norm, mlp, norm, project

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 from trainers.config import LoraConfig
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
 from trainers.models.layers import Layers
 from trainers.parallel import sequence
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """The product of x [..., D] and a matrix [D, E]: [..., E]."""

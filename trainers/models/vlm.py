@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.models.attention import same_block
 from trainers.models.decoder import Decoder, Hidden, rms_norm
 from trainers.models.encoder import Encoder

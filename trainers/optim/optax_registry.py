@@ -9,8 +9,8 @@ from typing import Any
 
 import optax
 
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 
 PREFIX = "optax."
 

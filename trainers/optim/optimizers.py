@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from gangway.errors import unknown_name
 from trainers.config import OptimizerConfig, ParameterGroup
 from trainers.config.arguments import load_object
-from trainers.errors import unknown_name
 from trainers.optim import optax_registry
 from trainers.optim.param_groups import Groups, group_of, parameter_path, rate_names
 from trainers.optim.parameter_kinds import Kinds, Mask, ParameterKind, matrices, tree_of_kinds

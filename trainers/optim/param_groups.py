@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gangway.config.section import did_you_mean
+from gangway.errors import UsageError
 from trainers.config import ParameterGroup
-from trainers.config.section import did_you_mean
-from trainers.errors import UsageError
 
 Groups = Sequence[ParameterGroup]
 

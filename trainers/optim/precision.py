@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.optim.param_groups import parameter_path
 
 BFLOAT16_BITS = (8, 7)

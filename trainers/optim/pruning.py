@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gangway.errors import UsageError
 from trainers.config import PruningConfig
-from trainers.errors import UsageError
 from trainers.optim.param_groups import parameter_path, parameter_paths
 
 

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gangway.errors import UsageError, unknown_name
 from trainers.config import ScheduleConfig
 from trainers.config.arguments import load_object
-from trainers.errors import UsageError, unknown_name
 from trainers.optim import optax_registry
 
 WSD_DECAY_FRACTION = 0.2

@@ -21,6 +21,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from gangway.storage.documents import is_url
+from gangway.storage.row import CHECKPOINTS
+from gangway.surroundings import end_with_parent
 from trainers.checkpoint import going_on, layout, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
@@ -29,7 +33,6 @@ from trainers.config.arguments import TrainingArguments, dataset_function, from_
 from trainers.config.recorders import BUILT_IN
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.loop import start_from
 from trainers.loop.frozen import check_same
 from trainers.loop.hooks import overrides
@@ -41,9 +44,6 @@ from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
-from trainers.storage.documents import is_url
-from trainers.storage.row import CHECKPOINTS
-from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.text import tokenizers
 from trainers.trainer.base_trainer import BaseTrainer

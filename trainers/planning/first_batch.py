@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError
 from trainers.data.loader import RandomAccess
-from trainers.errors import DataError
 from trainers.loop.hooks import overrides
 from trainers.trainer.base_trainer import BaseTrainer
 

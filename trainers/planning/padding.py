@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.step.loss import LossFunction

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainers.errors import DataMissingError, UsageError, may_pass, notes_of, user_frame
+from gangway.errors import DataMissingError, UsageError, may_pass, notes_of, user_frame
 
 
 def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: list[str] | None = None) -> Any:

@@ -24,11 +24,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gangway.config.working_folder import is_installed
+from gangway.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
+from gangway.surroundings import end_with_parent
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.model import AUTO, CHOICES
-from trainers.config.working_folder import is_installed
 from trainers.diagnostics.room import of_program
-from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
@@ -36,7 +37,6 @@ from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
 from trainers.planning.stand_in import StandIn
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
-from trainers.surroundings import end_with_parent
 from trainers.trainer.assembly import Assembly
 from trainers.trainer.base_trainer import BaseTrainer
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from trainers.surroundings import keep_freed_memory
+from gangway.surroundings import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "trainers.planning.trial")  # as the processes do that train
@@ -28,12 +28,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gangway.errors import TransientError, UsageError
+from gangway.surroundings import end_with_parent
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
-from trainers.errors import TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning.program import lower, trainer_for
 from trainers.runtime import distributed
-from trainers.surroundings import end_with_parent
 
 WINDOWS = 5
 """The fastest of these counts: other programs of the machine make a step slower, and never faster."""

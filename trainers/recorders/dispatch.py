@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from gangway.published import Distribution
 from trainers.config.arguments import load_object
 from trainers.config.recorders import BUILT_IN
-from trainers.published import Distribution
 from trainers.recorders.recorder import About, Recorder
 
 KEPT_PUBLISHES = 1000

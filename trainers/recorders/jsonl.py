@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from trainers.published import Distribution
+from gangway.published import Distribution
+from gangway.storage import documents, durable, not_finite, shapes
+from gangway.storage.document_kind import set_aside
 from trainers.recorders.recorder import About
-from trainers.storage import documents, durable, not_finite, shapes
-from trainers.storage.document_kind import set_aside
 
 FILE = "metrics.jsonl"
 LEFT = "metrics.left.jsonl"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO, cast
 
-from trainers import published, terminal
+from gangway import published, terminal
 
 SHOWN = ("loss", "accuracy", "error", "eval_loss", "eval_accuracy", "eval_error")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trainers.published import Distribution
-from trainers.storage import identity
+from gangway.published import Distribution
+from gangway.storage import identity
 
 
 class About(NamedTuple):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainers.published import Distribution
+from gangway.published import Distribution
 from trainers.recorders.recorder import About
 
 FOLDER = "tensorboard"

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from trainers.published import Distribution
+from gangway.published import Distribution
+from gangway.storage import identity
 from trainers.recorders.recorder import About
-from trainers.storage import identity
 
 SERVICE = "wandb-core"
 

@@ -3,6 +3,7 @@
 A user's own trainer imports this package alone: `from trainers import runtime; runtime.progress(step)`. Free of JAX.
 """
 
+from gangway.wire.events import Event
 from trainers.runtime.context import (
     Runtime,
     current,
@@ -13,6 +14,5 @@ from trainers.runtime.context import (
     saved,
     stop_requested,
 )
-from trainers.runtime.events import Event
 
 __all__ = ["Event", "Runtime", "current", "install", "progress", "request_stop", "restore_from", "saved", "stop_requested"]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gangway.storage import durable, ours
 from trainers.jax_internals import LRUCache, compilation_cache
-from trainers.storage import durable, ours
 
 _damaged: set[str] = set()
 """The keys of entries that could not be read: they are written again."""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trainers.errors import cut
-from trainers.runtime.events import Event, MachineTakenAway, problem_of
-from trainers.runtime.orders import Profile
+from gangway.errors import cut
+from gangway.stop_reason import StopReason
+from gangway.wire.events import Event, MachineTakenAway, problem_of
+from gangway.wire.orders import Profile
 from trainers.runtime.plain import number, plain, whole_number
-from trainers.stop_reason import StopReason
 
 MAX_ODD, MAX_ODD_TEXT = 20, 300
 """How many mistakes in reports are reported, and how many letters of each."""
@@ -88,7 +88,7 @@ class Runtime:
 
     def emit(self, event: Event) -> None:
         """Sends `event` with the time. Any thread may call this; it does not block, unless the event has an array of a device,
-        which is waited for. An event that is none of `trainers.runtime.events` is not sent: a note says what is wrong with it."""
+        which is waited for. An event that is none of `gangway.wire.events` is not sent: a note says what is wrong with it."""
         try:
             converted = plain({"t": self.clock(), **event})
             problem = problem_of(converted)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 
-from trainers.errors import CoordinatorError
+from gangway.errors import CoordinatorError
 from trainers.jax_internals import compiler, distributed, jaxlib, xla_bridge
 from trainers.runtime import compile_cache
 

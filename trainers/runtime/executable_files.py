@@ -21,10 +21,10 @@ from typing import Any, TypedDict
 import jax
 from jax.experimental import serialize_executable
 
+from gangway.storage import durable, ours
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import StorageError
 from trainers.jax_internals import NAMES_IN_EXECUTABLES, tree_util
-from trainers.storage import durable, ours
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import StorageError
 
 MAGIC = b"gangway program 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size

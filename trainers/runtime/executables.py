@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from gangway.errors import UsageError
 from trainers import runtime
-from trainers.errors import UsageError
 from trainers.runtime import compile_cache, executable_files
 from trainers.runtime.executable_files import UntrustedError
 from trainers.runtime.load_attempts import MAX_CRASHES, Attempts

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainers.storage import durable, ours
+from gangway.storage import durable, ours
 
 FOLDER = "attempts"
 MAX_CRASHES = 2

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from trainers.errors import CoordinatorError, cut
+from gangway.errors import CoordinatorError, cut
 from trainers.jax_internals import distributed
 from trainers.runtime.context import current
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from gangway.stop_reason import StopReason
+from gangway.terminal import outlives_terminal
 from trainers.runtime.context import Runtime
-from trainers.stop_reason import StopReason
-from trainers.terminal import outlives_terminal
 
 REASONS = {
     signal.SIGINT: StopReason.INTERRUPTED,

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gangway.errors import UsageError
 from trainers.config import OptimizerConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.optim.precision import any_narrow
 from trainers.overrides import check_hooks

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config import divisions
 from trainers.config.divisions import Shared
 from trainers.config.model import CONTEXT, PIPELINE, TENSOR
-from trainers.errors import UsageError
 from trainers.models.decoder import Decoder
 from trainers.models.encoder import Encoder
 from trainers.parallel import mesh as meshes

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from gangway.errors import UsageError
 from trainers.config.arguments import TrainingArguments
 from trainers.config.frozen import BASE
-from trainers.errors import UsageError
 from trainers.models.lora import axis_of_tokens
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gangway.errors import UsageError
 from trainers.config.frozen import BASE
-from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
 from trainers.protocol import METRIC, SKIPPED, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from flax import nnx
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.models.created import STACKED, UPDATE_AS, dimensions_as_created, role_in_flax
 from trainers.optim.parameter_kinds import ParameterKind, Role, kind_from_dimensions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.protocol import Batch, Loss, Sum
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.models.lora import Frozen
 from trainers.step import rng
 

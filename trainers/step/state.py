@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from gangway.errors import UsageError
 from trainers.config import LoraConfig, MeshConfig, ParameterGroup
 from trainers.config.arguments import TrainingArguments
 from trainers.config.divisions import Shared
-from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
 from trainers.models.created import CREATED, dimensions_as_created, noting_shapes

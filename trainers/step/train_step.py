@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gangway.errors import UsageError
 from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
 from trainers.models.experts import RouterLosses, router_losses
 from trainers.models.hf.pretrained import decoder_in, is_there

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gangway.errors import UsageError
 from trainers.config import DistillationConfig
-from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.protocol import Batch, Loss
 from trainers.tasks.causal_lm import CausalLMTask, check_leaves, packing_of

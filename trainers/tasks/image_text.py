@@ -7,8 +7,8 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.models.vlm import ImageTextModel
 from trainers.protocol import Batch, Loss

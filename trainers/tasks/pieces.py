@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config.arguments import load_object
 from trainers.config.pieces import PiecesArguments
-from trainers.errors import UsageError
 from trainers.protocol import Batch, PerExample
 
 ELSEWHERE = "was given as an object to the training that made this run: only that program has it"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import jax
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder, Segments
 from trainers.protocol import Batch, Ids
 from trainers.tasks.causal_lm import CausalLMTask, flops_of_decoder

@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from gangway.errors import DataMissingError, UsageError
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, MODEL_FILES, MORE_TEMPLATES, TOKENIZER_FILES, has_tokenizer
-from trainers.errors import DataMissingError, UsageError
 from trainers.text import turns
 from trainers.text.turns import NO_FIELDS
 

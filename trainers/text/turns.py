@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from trainers.errors import DataError
+from gangway.errors import DataError
 
 ROLE, CONTENT, TOOL_CALLS = "role", "content", "tool_calls"
 USER, ASSISTANT = "user", "assistant"

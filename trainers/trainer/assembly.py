@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gangway.errors import UsageError
 from trainers import runtime
 from trainers.checkpoint import readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config.frozen import BASE
 from trainers.config.model import AUTO, TO_HOST
 from trainers.data.iterated_loader import IteratedLoader
-from trainers.errors import UsageError
 from trainers.evaluation import score_metrics
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.validation import ValidationUnit

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.start_from import FromCheckpoint
 from trainers.optim.param_groups import parameter_paths

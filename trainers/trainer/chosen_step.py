@@ -15,19 +15,19 @@ from typing import Any, TypedDict
 import jax
 from jax.sharding import Mesh
 
+from gangway.errors import UsageError
+from gangway.storage import documents
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument, NewerDocument
 from trainers import runtime
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
 from trainers.diagnostics.room import DoesNotFit, Room, of_program, room
-from trainers.errors import UsageError
 from trainers.runtime import multihost
 from trainers.runtime.executables import Bound, ProgramStore
 from trainers.step.by_hand import StepProgram
-from trainers.storage import documents
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, NewerDocument
 
 FILE = "remat.json"
 

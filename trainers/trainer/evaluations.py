@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainers.errors import NotConfiguredError, UsageError
+from gangway.errors import NotConfiguredError, UsageError
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit
 from trainers.loop.evaluator import Observed, means
 from trainers.loop.hooks import overrides

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import optax
 
+from gangway.errors import NotConfiguredError, UsageError
 from trainers.checkpoint.weights import Adapted
 from trainers.config import ParameterGroup, divisions
 from trainers.config.frozen import BASE
-from trainers.errors import NotConfiguredError, UsageError
 from trainers.evaluation.validation import shapes_of_rows
 from trainers.loop.beginning import with_types_of
 from trainers.loop.hooks import overrides

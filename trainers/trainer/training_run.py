@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 
+from gangway.config.section import parse_duration_s
+from gangway.errors import OutOfMemoryError, UsageError
+from gangway.published import of_task
+from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.config.arguments import TrainingArguments
-from trainers.config.section import parse_duration_s
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
-from trainers.errors import OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import lacks_data
 from trainers.loop.agreement import Agreement
@@ -42,12 +44,10 @@ from trainers.metrics.peak_flops import fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
 from trainers.models.remat import choosing
 from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
-from trainers.published import of_task
 from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError, note_from_host0
 from trainers.step.state import TrainState
 from trainers.step.train_step import parameters_seen
-from trainers.stop_reason import StopReason
 from trainers.trainer.assembly import Parts
 from trainers.trainer.beginnings import beginning
 from trainers.trainer.model_design import evaluated_parameters

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from gangway.errors import UsageError
 from trainers.config import UnitConfig
 from trainers.config.arguments import load_object
 from trainers.data.loader import RandomAccess
 from trainers.data.sources.sequence import held_out_examples
-from trainers.errors import UsageError
 from trainers.evaluation.exact_match import questions, task_of_unit
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows

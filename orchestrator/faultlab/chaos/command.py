@@ -26,6 +26,11 @@ from typing import Any
 from rich.console import Console
 
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
+from gangway.config.yaml_source import shown_override
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.storage import documents
+from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
@@ -40,11 +45,6 @@ from orchestrator.run_state.launch import STATE
 from orchestrator.tracking.tracker import left_over
 from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder
-from trainers.config.yaml_source import shown_override
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.storage import documents
-from trainers.terminal import command
 
 DEFAULT_KINDS = ("process", "agent", "driver")
 SMALLEST_DISK_BYTES = 64 << 20

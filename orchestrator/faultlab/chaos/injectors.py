@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
+from gangway.storage.opening import place_of
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
 from trainers.checkpoint.standing import Folder
-from trainers.storage.opening import place_of
 
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gangway.storage.store import Place
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
 from orchestrator.run_state.stored import CHECKPOINTS
 from trainers.checkpoint.standing import Folder, committed_in
-from trainers.storage.store import Place
 
 LEDGER_TOLERANCE = 1e-3
 """Of the wall clock: by so much its categories may miss it."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from gangway.storage import documents, identity, ours
+from gangway.storage.store import Place
 from orchestrator.faultlab.testbed.screen import Screen
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.launch import STATE
@@ -25,8 +27,6 @@ from orchestrator.run_state.summary import SUMMARY
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder, at
-from trainers.storage import documents, identity, ours
-from trainers.storage.store import Place
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
 """As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""

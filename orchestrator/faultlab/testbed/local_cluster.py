@@ -24,9 +24,9 @@ import psutil
 
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.fake_slices import FakeNode, slice_nodes
+from gangway.storage import ours
 from orchestrator.faultlab.testbed import clock as settable_clock
 from orchestrator.faultlab.testbed.resources import ResourceError, can_connect, free_port, run, wait_for
-from trainers.storage import ours
 
 NET = "10.231.{octet}.{host}"
 """Addresses of the nodes in network namespaces of their own; each network has its octet."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainers.storage import ours
+from gangway.storage import ours
 
 START_TIMEOUT_S = 60.0
 

@@ -19,6 +19,13 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.hosts.config import devices_per_host, num_hosts
+from gangway.config.yaml_source import shown_override
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.storage import documents, not_finite, ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
+from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of, step_of
 from orchestrator.faultlab.verify.compare import (
@@ -33,13 +40,6 @@ from orchestrator.faultlab.verify.compare import (
 from orchestrator.tracking.spool import SPOOL
 from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder
-from trainers.config.yaml_source import shown_override
-from trainers.first_line import say
-from trainers.program import Parser
-from trainers.storage import documents, not_finite, ours
-from trainers.storage.opening import place_of
-from trainers.storage.store import Place
-from trainers.terminal import command
 
 REPORT = "verify.json"
 TRIAL = ours.with_any_of("the folder of an earlier verify", REPORT)

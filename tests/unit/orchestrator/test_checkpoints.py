@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage import documents
 from orchestrator import checkpoints
 from orchestrator.run_state import lease
 from tests.programs import checkpointing
 from trainers.checkpoint import committed
 from trainers.checkpoint.committed import Committed
-from trainers.errors import CheckpointUnavailableError
-from trainers.storage import documents
 
 
 @pytest.fixture

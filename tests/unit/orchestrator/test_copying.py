@@ -4,6 +4,10 @@ import time
 
 import pytest
 
+from gangway.storage import identity
+from gangway.storage.documents import StorageError
+from gangway.storage.opening import place_of
+from gangway.storage.row import Row
 from orchestrator import checkpoints
 from orchestrator.run_state import incident_log, lines
 from orchestrator.run_state import launch as launches
@@ -15,10 +19,6 @@ from orchestrator.tracking.config import TrackingConfig
 from tests.programs import checkpointing
 from trainers.checkpoint import copied, layout, manifest, standing
 from trainers.checkpoint.fence import WriterTerm
-from trainers.storage import identity
-from trainers.storage.documents import StorageError
-from trainers.storage.opening import place_of
-from trainers.storage.row import Row
 
 
 @pytest.fixture(autouse=True)

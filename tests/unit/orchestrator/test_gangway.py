@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from gangway.program import program
 from orchestrator import gangway
 from orchestrator.gangway import COMMANDS
 from orchestrator.shipped import files
 from tests import ROOT
-from trainers.program import program
 
 NO_COMMANDS = {
     "trainers.worker",

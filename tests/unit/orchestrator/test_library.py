@@ -18,11 +18,11 @@ import pytest
 from flax import nnx
 
 import orchestrator
+from gangway.config import importable
+from gangway.errors import UsageError
 from orchestrator import launched, library
 from orchestrator.config.job import build
 from trainers.callbacks import Callback
-from trainers.config import importable
-from trainers.errors import UsageError
 from trainers.library import PiecesTrainer, Training
 
 X = np.linspace(-2, 2, 24).astype(np.float32)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gangway.storage import documents, sealed
 from orchestrator import profile
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
@@ -19,7 +20,6 @@ from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import PATIENCE_S, wait_until
-from trainers.storage import documents, sealed
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
 

@@ -6,6 +6,10 @@ import time
 
 import pytest
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage import documents, sealed
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept, Row
 from orchestrator import checkpoints, profile
 from orchestrator.report import __main__ as report
 from orchestrator.run_state import launch as launches
@@ -15,10 +19,6 @@ from orchestrator.runs import compare, history, incidents, logs, overview, save,
 from orchestrator.tracking.config import TrackingConfig
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import committed, standing
-from trainers.errors import CheckpointUnavailableError
-from trainers.storage import documents, sealed
-from trainers.storage.opening import place_of
-from trainers.storage.row import Kept, Row
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5}
 

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError, UsageError
+from gangway.stop_reason import StopReason
 from tests.programs.tiny import Numbers, TableTask, numbers
 from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError, UsageError
 from trainers.protocol import TrainerProtocol
-from trainers.stop_reason import StopReason
 
 
 def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):

@@ -9,6 +9,8 @@ import jax
 import psutil
 import pytest
 
+from gangway.errors import OutOfMemoryError
+from gangway.stop_reason import StopReason
 from tests.unit.trainers.test_context import SIZES, settings, texts
 from tests.unit.training import StopAt, arguments, assert_equal, of
 from trainers import runtime
@@ -17,11 +19,9 @@ from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
 from trainers.diagnostics import room as rooms
 from trainers.diagnostics.room import Room
-from trainers.errors import OutOfMemoryError
 from trainers.parallel.mesh import make_mesh
 from trainers.planning.estimate import load_datasets
 from trainers.runtime import executables
-from trainers.stop_reason import StopReason
 from trainers.trainer import chosen_step, training_run
 from trainers.trainer.chosen_step import Choices
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests.unit.training import OneDevice, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.errors import UsageError
 from trainers.planning.estimate import load_datasets
-from trainers.stop_reason import StopReason
 
 STEPS = 10
 SIZES = {"width": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 16}

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests import ROOT
 from tests.unit.trainers.test_context import EXPERTS, LORA, SIZES, settings, texts, trained
 from tests.unit.training import OneDevice, StopAt, arguments, assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.commands.built import base_trainer
 from trainers.config import ModelConfig
-from trainers.errors import UsageError
 from trainers.metrics import peak_flops
 from trainers.models.decoder import Decoder, multiplies_in_fp8
 from trainers.models.hf.pretrained import decoder_in
 from trainers.models.scoring import ScoringDecoder
 from trainers.parallel.mesh import make_mesh
 from trainers.planning import estimate, program
-from trainers.stop_reason import StopReason
 from trainers.tasks.preference import PreferenceTask
 from trainers.trainer.training_run import peaks
 

@@ -17,21 +17,21 @@ import optax
 import pytest
 from flax import nnx
 
+from gangway.config import importable
+from gangway.config.importable import path_of
+from gangway.errors import CheckpointError, UsageError
+from gangway.stop_reason import StopReason
 from tests.programs.processes import PATIENCE_S
 from tests.unit.training import assert_equal
 from tests.unit.training import trainer as small_trainer
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
-from trainers.config import importable
 from trainers.config.arguments import from_dict
-from trainers.config.importable import path_of
 from trainers.config.pieces import PiecesArguments
 from trainers.data.sources import pieces
-from trainers.errors import CheckpointError, UsageError
 from trainers.library import Result, Training
 from trainers.recorders.progress import Progress
-from trainers.stop_reason import StopReason
 
 X = np.linspace(-2, 2, 24).astype(np.float32)
 ADAM = {"name": "adam", "learning_rate": 0.1, "schedule": {"name": "constant"}}

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from cluster.agent import events
 from cluster.agent.process_record import note
-from trainers import errors, runtime, worker
+from gangway import errors
+from gangway.wire import agent_events
+from trainers import runtime, worker
 
 LONG = "first line " + "x" * (8 << 20) + " the cause"
 
@@ -20,7 +21,7 @@ def raised():
         return error
 
 
-@pytest.mark.parametrize("cut", [errors.cut, events.cut])
+@pytest.mark.parametrize("cut", [errors.cut, agent_events.cut])
 def test_the_beginning_and_the_end_stay(cut):
     found = cut(LONG)
     assert found.startswith("first line x")
@@ -39,5 +40,5 @@ def test_an_exception_is_an_event_of_a_few_pages(events):
 
 def test_a_note_is_cut_on_both_sides_of_the_pipe(events):
     runtime.current().note(LONG)
-    assert len(events[-1]["message"]) < 4100
+    assert len(agent_events[-1]["message"]) < 4100
     assert len(note(LONG, 0.0)["message"]) < 4100

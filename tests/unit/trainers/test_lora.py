@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from gangway.errors import CheckpointError, CheckpointMissingError, UsageError
 from tests import ROOT
 from tests.programs.small_tokens import datasets, log_probabilities
 from tests.unit.hf_folders import nested, parameters_of
@@ -21,7 +22,6 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint import export, manifest
 from trainers.commands import evaluate, saved_models
 from trainers.commands import export as command
-from trainers.errors import CheckpointError, CheckpointMissingError, UsageError
 from trainers.models.decoder import Decoder
 from trainers.planning import estimate
 from trainers.trainer.beginnings import beginning

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gangway.errors import UsageError
 from tests.unit.trainers.test_lora import LLAMA, SETTINGS, arguments, checkpoint, logits, plain_logits, trainer
 from tests.unit.training import assert_equal
 from trainers.checkpoint import export
 from trainers.commands import evaluate
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
-from trainers.errors import UsageError
 from trainers.optim.param_groups import parameter_paths
 from trainers.planning import estimate
 from trainers.trainer.beginnings import beginning

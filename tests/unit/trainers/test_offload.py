@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests.unit.trainers.test_context import LORA, SIZES, settings, texts, trained
 from tests.unit.training import OneDevice, StopAt, arguments, assert_equal, of, trainer
 from trainers.config import OptimizerConfig
-from trainers.errors import UsageError
 from trainers.parallel import host_memory
 from trainers.planning import estimate
-from trainers.stop_reason import StopReason
 
 __all__ = ["texts"]
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

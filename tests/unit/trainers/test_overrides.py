@@ -11,12 +11,12 @@ from types import FunctionType
 
 import pytest
 
+from gangway.errors import UsageError
 from tests.imports import sources
 from tests.programs.tiny import TableTask
 from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import UsageError
 from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_A_TASK_METHOD, INSTEAD_OF_AN_EVENT
 from trainers.overrides import CALLED_OF_A_TASK, check_overrides, own_method
 from trainers.protocol import TrainerConfigureDataloaderOutput

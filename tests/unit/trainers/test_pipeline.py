@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.unit.trainers.test_context import (
     EXPERTS,
     LORA,
@@ -25,7 +26,6 @@ from tests.unit.trainers.test_context import (
 from tests.unit.training import OneDevice, arguments, assert_equal, of, trainer
 from trainers.config import MeshConfig, ModelConfig
 from trainers.config.pipeline import PipelineConfig
-from trainers.errors import UsageError
 from trainers.models import remat
 from trainers.models.decoder import Decoder
 from trainers.parallel import mesh as meshes

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from gangway.errors import UsageError
 from tests.unit.trainers.commands.test_generate import asked, folder, run  # noqa: F401  fixtures
 from tests.unit.trainers.text.test_tokenizers import cache  # noqa: F401  a fixture
 from tests.unit.training import arguments
@@ -15,7 +16,6 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint import mlflow_model
 from trainers.commands import export
 from trainers.config.arguments import dataset_function
-from trainers.errors import UsageError
 from trainers.export import to_mlflow
 from trainers.pyfunc import _load_pyfunc, asked_for, texts_of
 

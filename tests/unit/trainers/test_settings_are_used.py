@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import trainers.commands.run
+from gangway.config.masking import masked
+from gangway.errors import NotConfiguredError
+from gangway.stop_reason import StopReason
 from tests.unit.training import FIXED, StopAt, arguments, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_from
-from trainers.config.masking import masked
 from trainers.config.model import ModelConfig
-from trainers.errors import NotConfiguredError
 from trainers.loop.time_used import TimeUsed
-from trainers.stop_reason import StopReason
 from trainers.tasks.causal_lm import CausalLMTask
 
 ONE_STEP = {"max_num_steps": 1, "checkpoint": {"save_at_end": False}}

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from trainers.config import importable
+from gangway.config import importable
+from gangway.config.importable import UntrustedCodeError, named_by_data
 from trainers.config.arguments import load_object
-from trainers.config.importable import UntrustedCodeError, named_by_data
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_no_module_is_found_in_the_checkpoint_if_one_works_there(here, monkeypat
 def test_gangways_own_may_be_named_and_nothing_that_it_has_only_imported(here):
     with named_by_data("model"):
         assert load_object("trainers.tasks.causal_lm:CausalLMTask").__name__ == "CausalLMTask"
-        for name in ("trainers.storage.documents:os", "trainers.config.importable:contextmanager"):
+        for name in ("gangway.storage.documents:os", "gangway.config.importable:contextmanager"):
             with pytest.raises(UntrustedCodeError, match="is nothing of gangway's"):
                 load_object(name)
     assert importable._trust.get() is None

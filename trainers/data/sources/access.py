@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from trainers.errors import DataMissingError, DataUnavailableError, UsageError
-from trainers.storage.documents import is_url
+from gangway.errors import DataMissingError, DataUnavailableError, UsageError
+from gangway.storage.documents import is_url
 
 MAX_OPEN_FILES = 256
 EXTRA = "pip install 'gangway[cloud]'"

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from gangway.config.section import did_you_mean
+from gangway.errors import DataError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
-from trainers.config.section import did_you_mean
 from trainers.data.chat import digest_of
 from trainers.data.documents import TEXT, Document, Record, Records, check_all_read
 from trainers.data.messages import value_of
@@ -17,7 +18,6 @@ from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
 from trainers.data.sources.records import ignored_of, open_records, open_told
-from trainers.errors import DataError
 from trainers.text import tokenizers
 from trainers.text.tokenizers import Tokenizer
 from trainers.text.turns import shown

@@ -8,8 +8,8 @@ import re
 from functools import cached_property
 from typing import Any
 
+from gangway.errors import DataError
 from trainers.data.sources.access import ByteRanges, read_bytes
-from trainers.errors import DataError
 
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BINARY = {

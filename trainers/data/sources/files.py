@@ -13,10 +13,10 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from gangway.errors import DataError, DataMissingError
+from gangway.storage.documents import is_url
 from trainers.config.source import SourceConfig
 from trainers.data.sources.access import reading, remote, stamp, unreadable
-from trainers.errors import DataError, DataMissingError
-from trainers.storage.documents import is_url
 
 PYTHON_STDLIB = "python-stdlib"
 OF_PYTHON = "__pycache__"

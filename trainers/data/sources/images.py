@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, DataUnavailableError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import CONFIG_FILE, PREPROCESSOR_FILE
 from trainers.data.images import ImageProcessor, open_image, read_processor
 from trainers.data.permutations import held_out
-from trainers.errors import DataError, DataMissingError, DataUnavailableError
 from trainers.models.encoder import classifier
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")

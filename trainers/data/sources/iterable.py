@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, UsageError
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources.sequence import training_examples
 from trainers.data.streams import Stream
-from trainers.errors import DataError, UsageError
 
 KEPT_BATCHES = 8
 """The number of batches to keep: more than the loader reads at once, ahead of and behind the step."""

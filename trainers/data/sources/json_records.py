@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from trainers.config.section import repeated
+from gangway.config.section import repeated
+from gangway.errors import DataError
 from trainers.config.source import SourceConfig
 from trainers.data.documents import Record
 from trainers.data.sources.access import reading
@@ -15,7 +16,6 @@ from trainers.data.sources.bounds import BOM
 from trainers.data.sources.encoded import SURROGATE, ranges_of, read_text, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.data.sources.lines import LEAVE_OUT, LinesFile
-from trainers.errors import DataError
 
 BLANK = " \t\r\n"
 

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.config.section import repeated
+from gangway.config.section import repeated
+from gangway.errors import DataError
+from gangway.storage import durable, ours, sealed
+from gangway.storage.documents import is_url
 from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
@@ -22,9 +25,6 @@ from trainers.data.sources import bounds
 from trainers.data.sources.access import reading, stamp
 from trainers.data.sources.encoded import ranges_of, text_of
 from trainers.data.sources.files import SourceFile
-from trainers.errors import DataError
-from trainers.storage import durable, ours, sealed
-from trainers.storage.documents import is_url
 
 FORMAT = 2
 COUNTED_BYTES = 16 << 20

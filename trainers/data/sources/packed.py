@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from gangway.errors import DataError, DataMissingError, TransientError, UsageError
 from trainers import runtime
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
@@ -23,7 +24,6 @@ from trainers.data.padded import cut, kept_places
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.files import check_apart
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, DataMissingError, TransientError, UsageError
 from trainers.text import tokenizers
 
 ALONE = "the data"

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from gangway.config.section import PATH
+from gangway.errors import DataMissingError, UsageError
+from gangway.storage import durable, ours
 from trainers.config.arguments import load_object
 from trainers.config.pieces import PiecesArguments
-from trainers.config.section import PATH
 from trainers.data.sources.sequence import Columns, as_example
-from trainers.errors import DataMissingError, UsageError
-from trainers.storage import durable, ours
 
 
 def datasets(arguments: PiecesArguments) -> tuple[Any, Any]:

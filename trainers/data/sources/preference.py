@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.data.chat import PROMPT, completed, digest_of, notes, with_template
@@ -17,7 +18,6 @@ from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import CUT, Rows, cut_alike, padded, split, stacked
 from trainers.data.sources.records import ignored_of, open_told
-from trainers.errors import DataError
 from trainers.text import tokenizers
 from trainers.text.tokenizers import Tokenizer
 from trainers.text.turns import num_common

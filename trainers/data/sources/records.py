@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
+from gangway.errors import DataError, DataMissingError
 from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
@@ -17,7 +18,6 @@ from trainers.data.sources.files import Listing, SourceFile, files_of, listing
 from trainers.data.sources.json_records import JsonLines, json_file
 from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
-from trainers.errors import DataError, DataMissingError
 
 
 class FileRecords(Protocol):

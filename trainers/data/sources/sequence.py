@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import DataError, UsageError
 from trainers.data.epoch_order import EpochOrder, where_is
-from trainers.errors import DataError, UsageError
 
 ENDLESS = 1 << 62
 """Data that claims more examples than this is repeated already, as by `grain.MapDataset.repeat()`."""

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from trainers.config.section import repeated
+from gangway.config.section import repeated
+from gangway.errors import DataError, UsageError
+from gangway.storage.documents import is_url
 from trainers.data.documents import Record
 from trainers.data.sources.access import Stamp, open_binary, reading, stamp, unreadable
 from trainers.data.sources.files import SourceFile
 from trainers.data.sources.json_records import record_of, value_of
-from trainers.errors import DataError, UsageError
-from trainers.storage.documents import is_url
 
 Decode = Callable[[Any], Any]
 KEPT_ROW_GROUPS = 4

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gangway.errors import DataMissingError, UsageError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
@@ -16,7 +17,6 @@ from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import SourceFile, listing
 from trainers.data.sources.packed import packed
 from trainers.data.sources.records import tell_left_out
-from trainers.errors import DataMissingError, UsageError
 from trainers.text import tokenizers
 
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gangway.errors import UsageError
 from trainers.config.families import FAMILIES
 from trainers.config.model import RopeScaling
-from trainers.errors import UsageError
 from trainers.models.hf import keys
 from trainers.models.hf.meaning import Layer, Meaning
 

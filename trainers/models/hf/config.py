@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.families import misspelt
 from trainers.config.model import MULTIPLIERS, RopeScaling, all_but_every
-from trainers.errors import UsageError
 from trainers.models.hf.computed import (
     ACTIVATIONS,
     DEFAULTS,

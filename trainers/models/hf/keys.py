@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from trainers.config.section import did_you_mean
+from gangway.config.section import did_you_mean
 
 Json = Mapping[str, Any]
 Plain = int | float | str | bool

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gangway.errors import UsageError
 from trainers.config import LoraConfig, ModelConfig
-from trainers.errors import UsageError
 from trainers.models.hf.weights import PREFIXES, Place, Tensors, layer_places, layers_name, top_places
 from trainers.models.lora import A, B
 

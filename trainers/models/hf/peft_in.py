@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gangway.errors import UsageError
 from trainers.config import LoraConfig, ModelConfig
-from trainers.errors import UsageError
 from trainers.models.hf import keys
 from trainers.models.hf.keys import ANY, COUNT, EMPTY, FLAG, NULL, OFF, POSITIVE, SECTION, TEXTS, only, or_null
 from trainers.models.hf.peft import WRAPPER, module_of

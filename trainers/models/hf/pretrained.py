@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from gangway.config.section import require
+from gangway.errors import UsageError
 from trainers.config import InitConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import CONFIG_FILE, has_tokenizer
 from trainers.config.model import OF_EXECUTION
-from trainers.config.section import require
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.models.hf import vision_config
 from trainers.models.hf.vision_config import ImageTextConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
-from trainers.errors import UsageError
 from trainers.models.hf import config as text
 from trainers.models.hf import keys
 

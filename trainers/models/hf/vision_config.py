@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.models.hf import config as text
 from trainers.models.hf import keys, text_part
 from trainers.models.hf.meaning import Meaning, of_model

@@ -8,10 +8,10 @@ from cluster.agent import effects, inputs
 from cluster.agent import state as state_module
 from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.inputs import Now
-from cluster.agent.orders import OrderError
 from cluster.agent.process_record import ExitStatus, ProcessRecord
 from cluster.agent.standby import MAX_DEATHS
 from cluster.agent.state import AgentState, HaltedError
+from gangway.wire.agent_orders import OrderError
 
 LEASE_S = 100.0
 WARM = {"t": 0.0, "ev": "warm"}

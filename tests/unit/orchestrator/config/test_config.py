@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.hosts.config import HostsConfig
+from gangway.config import yaml_source
+from gangway.config.section import Section, parse_duration_s
 from orchestrator import run
 from orchestrator.config import job as config
 from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.policies.restart import RestartPolicy
 from tests import ROOT
-from trainers.config import InitConfig, yaml_source
+from trainers.config import InitConfig
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict
-from trainers.config.section import Section, parse_duration_s
 
 SMALL = "max_num_steps: 10\n"
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cluster.gang import slots
 from cluster.hosts.config import HostsConfig
+from gangway.config.masking import masked
+from gangway.config.yaml_source import shown_override
+from gangway.storage import documents
 from orchestrator.config.job import ConfigError, build, load, shown, to_dict, to_yaml
 from orchestrator.driver import main
 from orchestrator.planning import report
-from trainers.config.masking import masked
-from trainers.config.yaml_source import shown_override
-from trainers.storage import documents
 
 SECRET = "c4n4ry"
 PARTS = st.text(alphabet="abcXYZ019-_.~!$&*+;=", min_size=1, max_size=12)

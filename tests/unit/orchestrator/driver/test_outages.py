@@ -2,15 +2,15 @@
 
 import pytest
 
+from gangway.storage import object_store, usage
+from gangway.storage.failed_requests import HERE, FailedRequests
+from gangway.storage.opening import open_store
+from gangway.storage.store import StorageRefused, StorageUnavailable
 from orchestrator.driver import outages
 from orchestrator.driver.outages import Outages
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from tests.stores.fault_proxy import Fault
-from trainers.storage import object_store, usage
-from trainers.storage.failed_requests import HERE, FailedRequests
-from trainers.storage.opening import open_store
-from trainers.storage.store import StorageRefused, StorageUnavailable
 
 
 @pytest.fixture(autouse=True)

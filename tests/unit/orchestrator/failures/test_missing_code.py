@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.errors import HOW_TO_SHIP
 from orchestrator.failures.missing_code import explain
-from trainers.errors import HOW_TO_SHIP
 
 TEXT = "The actor died. (pid=7, ip=10.0.0.9)\n  ModuleNotFoundError: No module named 'my.models'"
 

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from gangway.storage import ours
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept, Row, WriterTerm
 from orchestrator.config.job import load
 from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.chaos import injectors
@@ -19,9 +22,6 @@ from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
 from trainers.checkpoint import standing
-from trainers.storage import ours
-from trainers.storage.opening import place_of
-from trainers.storage.row import Kept, Row, WriterTerm
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 

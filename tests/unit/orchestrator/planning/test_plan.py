@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cluster.hosts import config as hosts_config
+from gangway.errors import DataMissingError
 from orchestrator.config.job import ConfigError, build, load
 from orchestrator.planning import report as job_plan
 from orchestrator.planning.child import PlanError
@@ -18,7 +19,6 @@ from tests import ROOT
 from tests.programs.mistaken import mistake
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import DataMissingError
 from trainers.planning import estimate
 
 SMALL = {"vocab_size": 256, "width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}

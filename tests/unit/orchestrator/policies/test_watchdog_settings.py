@@ -4,12 +4,12 @@ import dataclasses
 import json
 import re
 
-from cluster.agent.limits import FIRST_PHASE, FIRST_STEP, STEPS
-from cluster.agent.orders import read_start
+from gangway.wire.agent_limits import FIRST_PHASE, FIRST_STEP, STEPS
+from gangway.wire.agent_orders import read_start
+from gangway.wire.phases import PHASES
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.run_state.goodput import CATEGORIES
 from tests import ROOT
-from trainers.runtime.phases import PHASES
 
 NO_PHASE = {"silent_s", "step_floor_s", "step_factor", "stacks_before_s", f"{FIRST_STEP}_s"}
 

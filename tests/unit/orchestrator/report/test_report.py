@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from gangway.published import SYSTEM
+from gangway.storage import documents
 from orchestrator.driver.exported import STATES
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
@@ -20,8 +22,6 @@ from orchestrator.report.thinned import thinned
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident
 from orchestrator.tracking.config import TrackingConfig
-from trainers.published import SYSTEM
-from trainers.storage import documents
 
 BEGAN_S = 1_795_000_000.0
 

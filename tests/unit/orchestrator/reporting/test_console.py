@@ -5,12 +5,12 @@ import threading
 import pytest
 from rich.console import Console as Screen
 
+from gangway import published
 from orchestrator.board import Board
 from orchestrator.reporting.console import job_lines_of, make_console, watch
 from orchestrator.reporting.text import recovery, summary_page, waiting
 from tests import ROOT
 from tests.event_schema import check_event
-from trainers import published
 from trainers.console.screens import PlainConsole, TerminalConsole
 from trainers.console.text import clock_time, count, printable, seconds, sentence
 

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from gangway.config.masking import MASK
 from orchestrator.config.job import ConfigError, build, resolved_yaml, shown
 from orchestrator.policies.notices import EVENTS, Notices, NotifyConfig
 from orchestrator.reporting.notifier import Notifier
-from trainers.config.masking import MASK
 
 SECRET = "T00/B00/xyzzy"
 STARTED = {"ev": "generation", "generation": 0, "hosts": 2}

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from gangway.wire.events import course_left_at
 from orchestrator import checkpoints
 from orchestrator.faultlab.verify.command import read_losses
 from orchestrator.run_state import launch as launches
 from orchestrator.tracking import mlflow_shipper
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.mlflow_shipper import Shipper, read_lines
-from trainers.runtime.events import course_left_at
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.storage import documents
 from orchestrator import launching
 from orchestrator.config.job import build, shown
 from orchestrator.run_state import summary
@@ -11,7 +12,6 @@ from orchestrator.run_state.finished import finished_at
 from tests.unit.trainers.checkpoint.test_layout import put
 from trainers.checkpoint import committed
 from trainers.checkpoint.committed import Committed
-from trainers.storage import documents
 
 SETTINGS = {"max_num_steps": 800, "evaluation": {"max_batches": 4}}
 

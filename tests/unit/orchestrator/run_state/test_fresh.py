@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.storage.documents import StorageError
+from gangway.storage.refused import no_folder_if_refused
 from orchestrator.run_state import fresh
 from orchestrator.run_state.lease import TERMS, RunInUse, Time, acquire
-from trainers.storage.documents import StorageError
-from trainers.storage.refused import no_folder_if_refused
 
 
 def free(run_dir):

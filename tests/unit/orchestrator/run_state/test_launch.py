@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from gangway.storage import documents, durable
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
@@ -17,7 +18,6 @@ from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.fence import WriterTerm
-from trainers.storage import documents, durable
 
 
 class Clock:

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from gangway.storage import documents
 from orchestrator.run_state import lease
 from orchestrator.run_state.lease import LeaseLost, RunInUse, Time, acquire, holder_of
 from tests.programs.processes import PATIENCE_S
-from trainers.storage import documents
 
 
 class Clock:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage import documents, identity, object_store, opening
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.opening import place_of
 from orchestrator.driver import halt
 from orchestrator.run_state import lines, mirror, requests
 from orchestrator.run_state.launch import open_launch
@@ -16,12 +20,8 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import assets
-from trainers.errors import CheckpointUnavailableError
 from trainers.loop.record import Record
 from trainers.recorders.recorder import About
-from trainers.storage import documents, identity, object_store, opening
-from trainers.storage.document_kind import DocumentKind
-from trainers.storage.opening import place_of
 
 
 @pytest.fixture(autouse=True)

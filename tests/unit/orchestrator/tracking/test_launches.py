@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from gangway.storage.opening import place_of
+from gangway.storage.store import StorageProblem
 from orchestrator.config import job
 from orchestrator.tracking import launches, mlflow_shipper, registration
 from orchestrator.tracking.config import TrackingConfig, own_store
@@ -17,8 +19,6 @@ from orchestrator.tracking.mlflow_shipper import Shipper
 from orchestrator.tracking.registration import RegistrationError, register
 from orchestrator.tracking.tracker import Tracker
 from tests.stores.fault_proxy import Fault
-from trainers.storage.opening import place_of
-from trainers.storage.store import StorageProblem
 
 FIRST = {"max_num_steps": 10, "optimizer": {"learning_rate": 0.1}, "storage": "/a"}
 SECOND = {"max_num_steps": 20, "optimizer": {"learning_rate": 0.1}, "storage": "/b"}

@@ -3,6 +3,7 @@ Prometheus has is among them, or belongs to a moment and not to a step."""
 
 from types import SimpleNamespace
 
+from gangway import published
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.summary import of_the_end
 from orchestrator.tracking import prometheus
@@ -10,7 +11,6 @@ from orchestrator.tracking.mlflow_shipper import shown
 from orchestrator.tracking.prometheus import PUBLISHED
 from tests import ROOT
 from tests.unit.trainers.recorders.test_recorders import about, events
-from trainers import published
 from trainers.metrics import host_usage
 from trainers.recorders.jsonl import JsonLines, read
 from trainers.recorders.tensorboard import TensorBoard

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from gangway.wire.phases import PHASES
 from orchestrator.driver import exported
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.goodput import CATEGORIES, Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from tests import ROOT
-from trainers.runtime.phases import PHASES
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 ROWS = re.findall(r"^\| `ray_(\w+)` \{([^}]+)\} \| ([^|]+) \| (.+) \|$", PAGE, re.M)

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import OneDevice, assert_equal, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
-from trainers.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("events")
 

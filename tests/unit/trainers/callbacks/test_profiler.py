@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from gangway.storage.opening import place_of
 from orchestrator.profile import how_to_look
 from tests.stores.fault_proxy import Fault
 from tests.unit.training import of, trainer
@@ -17,7 +18,6 @@ from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.callbacks.profiler import Profiler
 from trainers.config import ProfileConfig
-from trainers.storage.opening import place_of
 
 
 def test_the_schedule_skips_then_waits_warms_up_and_records_again_and_again(tmp_path):

@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError, UsageError
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
 from trainers.checkpoint.standalone import load_from
-from trainers.errors import CheckpointError, UsageError
 
 
 class Tokenizer:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit import chat_folders
@@ -18,7 +19,6 @@ from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.checkpoint import carried, export
 from trainers.config.hf_files import MORE_TEMPLATES
-from trainers.errors import UsageError
 from trainers.export import to_hugging_face
 from trainers.text import tokenizers
 

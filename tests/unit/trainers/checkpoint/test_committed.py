@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
+from gangway.errors import CheckpointUnavailableError, kind_of
 from tests.programs import checkpointing
 from tests.unit.training import trainer
 from trainers import runtime
 from trainers.checkpoint import committed
 from trainers.checkpoint.committed import Committed
-from trainers.errors import CheckpointUnavailableError, kind_of
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gangway.errors import CheckpointError, UsageError
+from gangway.storage import ours
 from tests.programs.processes import PATIENCE_S
 from tests.unit.trainers.checkpoint.test_assets import Tokenizer
 from tests.unit.training import assert_equal, of, trainer
@@ -26,9 +28,7 @@ from trainers.callbacks.hugging_face import HuggingFaceExport
 from trainers.checkpoint import weights
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.commands import export as command
-from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
-from trainers.storage import ours
 from trainers.trainer.model_design import evaluated_parameters
 
 LLAMA = {

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
+from gangway.storage.row import Record
 from tests.programs import checkpointing
 from trainers.checkpoint import fence, layout, manifest
 from trainers.checkpoint.commit import Commit
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
-from trainers.storage.row import Record
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import arguments, trainer
 from trainers.checkpoint import going_on
 from trainers.checkpoint.going_on import ANOTHER, HARMLESS, ROUNDING
-from trainers.errors import UsageError
 from trainers.planning import estimate
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import CheckpointError
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
@@ -19,7 +20,6 @@ from tests.unit.training import arguments, assert_equal, of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face, hugging_face_out, tensor_files, weights
 from trainers.config import InitConfig, MeshConfig, ModelConfig
-from trainers.errors import CheckpointError
 from trainers.parallel import mesh as meshes
 
 PARITY = ROOT / "tests" / "unit" / "data" / "parity"

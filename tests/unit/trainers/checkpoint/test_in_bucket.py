@@ -4,6 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointUnavailableError
+from gangway.storage import opening, usage
+from gangway.storage.object_store import Limits
+from gangway.storage.opening import place_of
 from orchestrator.planning import requests
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
@@ -11,10 +15,6 @@ from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.fence import WriterTerm
 from trainers.checkpoint.retention import Retention
-from trainers.errors import CheckpointUnavailableError
-from trainers.storage import opening, usage
-from trainers.storage.object_store import Limits
-from trainers.storage.opening import place_of
 
 
 @pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow("as gs://, by another API and a slower server"))])

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from gangway.errors import CheckpointError
 from trainers.checkpoint import layout, manifest, readers
 from trainers.checkpoint.retention import Retention
-from trainers.errors import CheckpointError
 
 
 def put(folder, step, *, whole=True):

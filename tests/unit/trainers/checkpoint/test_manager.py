@@ -6,12 +6,12 @@ import os
 import jax
 import pytest
 
+from gangway.errors import CheckpointError
 from tests.programs import checkpointing
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit
 from trainers.checkpoint.standalone import load_from, save_to
-from trainers.errors import CheckpointError
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from gangway.storage import sealed
 from trainers.checkpoint import manifest
-from trainers.storage import sealed
 
 
 @pytest.fixture

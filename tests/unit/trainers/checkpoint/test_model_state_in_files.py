@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError, UsageError
 from tests.unit.trainers.step.test_model_state import trainer
 from tests.unit.training import assert_equal, of
 from trainers.checkpoint import weights
 from trainers.commands import evaluate
-from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_safetensors
 from trainers.trainer import beginnings
 from trainers.trainer.assembly import assemble

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from gangway.storage import opening
+from gangway.storage.object_store import Limits
+from gangway.storage.opening import place_of
+from gangway.storage.store import StorageUnavailable
 from tests import ROOT
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
@@ -19,14 +24,9 @@ from trainers.checkpoint.export import from_safetensors, to_safetensors
 from trainers.checkpoint.standalone import load_from, load_model
 from trainers.commands import generate, saved_models
 from trainers.config import FrozenConfig, InitConfig, LoraConfig
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.loop import start_from
 from trainers.planning.estimate import seen_from_here
 from trainers.step.state import arrays_of_model
-from trainers.storage import opening
-from trainers.storage.object_store import Limits
-from trainers.storage.opening import place_of
-from trainers.storage.store import StorageUnavailable
 
 LLAMA = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
 META = {"arguments": {"optimizer": {"name": "adamw"}, "lora": None}}

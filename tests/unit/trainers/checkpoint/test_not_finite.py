@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointUnavailableError, NonFiniteStateError
 from tests.programs import checkpointing
 from trainers.checkpoint import layout
 from trainers.checkpoint.measured_state import Measurement
-from trainers.errors import CheckpointUnavailableError, NonFiniteStateError
 
 
 def broken(step, part="params", value=np.nan):

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
+from gangway.errors import CheckpointError
 from tests.programs import checkpointing
 from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint import layout, model_only
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.standalone import load_model
-from trainers.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

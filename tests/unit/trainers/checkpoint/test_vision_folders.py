@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face
 from trainers.commands.generate import open_model
-from trainers.errors import UsageError
 from trainers.export import to_hugging_face
 from trainers.models.hf import vision_config
 

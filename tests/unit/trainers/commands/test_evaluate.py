@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gangway.config.yaml_source import ConfigError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, saved_models
 from trainers.config.arguments import TrainingArguments, recorded_arguments
-from trainers.config.yaml_source import ConfigError
 from trainers.export import to_safetensors
 
 HERE = "tests.unit.trainers.commands.test_evaluate:"

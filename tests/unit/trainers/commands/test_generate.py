@@ -15,6 +15,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.programs.small_tokens import datasets
@@ -24,7 +25,6 @@ from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, generate
 from trainers.data.sources.text import text_windows
-from trainers.errors import UsageError
 from trainers.evaluation.generation import Generator
 from trainers.export import to_hugging_face
 from trainers.text.tokenizers import FolderTokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.wire.events import Event
 from trainers.console import of_events
-from trainers.runtime.events import Event
 
 
 @pytest.mark.parametrize(

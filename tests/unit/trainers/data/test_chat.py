@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from gangway.errors import DataError, UsageError
 from tests.unit import chat_folders
 from trainers.config import DataConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
-from trainers.errors import DataError, UsageError
 from trainers.text.tokenizers import FolderTokenizer, load
 
 TURNS = [("system", "be brief"), ("user", "hi é?"), ("assistant", "Hello \u00e9!"), ("user", "more"), ("assistant", "No.")]

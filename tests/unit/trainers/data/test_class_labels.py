@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from gangway.errors import DataError
 from tests.unit.training import arguments as of_training
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets, carried, export
@@ -21,7 +22,6 @@ from trainers.data.packed_rows import split as split_documents
 from trainers.data.sources.classification import label_of, labelled_texts
 from trainers.data.sources.images import labelled_images
 from trainers.data.sources.preference import preference_pairs
-from trainers.errors import DataError
 
 
 @pytest.fixture(autouse=True)

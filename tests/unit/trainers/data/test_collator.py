@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, UsageError
 from tests.unit.training import assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.data.collate import CollateInfo, collate, stack
 from trainers.data.sources.sequence import Numbered
-from trainers.errors import DataError, UsageError
 from trainers.trainer.assembly import assemble
 
 LENGTH = 9

@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
+from gangway.errors import DataError
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import preference_pairs
 from trainers.data.sources.text import text_windows
-from trainers.errors import DataError
 
 SHORT = {"prompt": "ab", "completion": "cd"}
 LONG = {"prompt": "a" * 40, "completion": "b" * 30}

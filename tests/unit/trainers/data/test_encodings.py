@@ -9,9 +9,9 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
+from gangway.errors import DataError
 from tests.unit.source_files import lines_of, source
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError
 
 TEXT = "na\u00efve caf\u00e9"
 

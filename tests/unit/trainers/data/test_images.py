@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from gangway.errors import DataError, DataMissingError
 from trainers.config import DataConfig, VisionConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.images import ImageProcessor, open_image, read_processor
 from trainers.data.sources.images import labelled_images
-from trainers.errors import DataError, DataMissingError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
 VIT = {

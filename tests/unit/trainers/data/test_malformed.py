@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gangway.errors import DataError, DataMissingError
 from tests.unit.source_files import assert_same_rows, lines_of, source, write_jsonl
 from tests.unit.training import arguments
 from trainers.config import ClassificationConfig
@@ -17,7 +18,6 @@ from trainers.data.sources.classification import labelled_texts
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import preference_pairs
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, DataMissingError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gangway.errors import UsageError
 from trainers.data.mixture import Mixture, Share
-from trainers.errors import UsageError
 
 WEIGHTS = st.lists(st.sampled_from([0.05, 0.1, 0.333, 0.5, 1.0, 2.999, 7.0]), min_size=1, max_size=6)
 

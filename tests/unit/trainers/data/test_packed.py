@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gangway.errors import DataError
 from tests.unit.training import of
 from trainers.base import BaseTrainer
 from trainers.commands import prepare
@@ -16,7 +17,6 @@ from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.mixture import MixtureSource
 from trainers.data.sources.text import Windows, text_windows
-from trainers.errors import DataError
 from trainers.planning.estimate import plan
 from trainers.settings import read
 

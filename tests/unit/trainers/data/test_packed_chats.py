@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.unit import chat_folders
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
-from trainers.errors import UsageError
 from trainers.step import rng
 from trainers.tasks.causal_lm import CausalLMTask
 

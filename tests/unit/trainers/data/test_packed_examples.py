@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, DataMissingError, UsageError
 from tests.programs import short_pairs
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources import classification
 from trainers.data.sources.preference import PairEncoder
-from trainers.errors import DataError, DataMissingError, UsageError
 from trainers.planning.estimate import plan
 
 TASKS = {

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gangway.errors import DataError, DataMissingError
 from tests.programs.packed import InMemory
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
@@ -18,7 +19,6 @@ from trainers.config.mixture import MixtureSource
 from trainers.data.documents import Document
 from trainers.data.packed_rows import split
 from trainers.data.sources.packed import rows_of
-from trainers.errors import DataError, DataMissingError
 
 LENGTH = 16
 

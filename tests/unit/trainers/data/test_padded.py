@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from gangway.errors import DataError
 from tests.unit import chat_folders
 from tests.unit.records import ListRecords
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -15,7 +16,6 @@ from trainers.data.documents import Document
 from trainers.data.sources.classification import labelled, labelled_texts
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import pairs, preference_pairs
-from trainers.errors import DataError
 from trainers.text.tokenizers import load
 
 BYTES = load("bytes")

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, DataMissingError, UsageError
+from gangway.storage import sealed
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from trainers.config import DataConfig, ModelConfig
@@ -23,8 +25,6 @@ from trainers.data.encoders import TextEncoder, encoder_of
 from trainers.data.prepared import FORMAT, PreparedDocuments, dtype_of
 from trainers.data.preparing import Source, documents_of, make, of_source
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, DataMissingError, UsageError
-from trainers.storage import sealed
 
 TEXTS = [f"text {number} " + "\u00e9" * (number % 7) for number in range(150)]
 NUM_PARTS = 3

@@ -16,13 +16,13 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.numpy import save_file
 
+from gangway.errors import CheckpointError, DataError, DataMissingError
 from tests import fuzz
 from tests.unit.source_files import source
 from trainers.checkpoint import hugging_face
 from trainers.data.images import open_image
 from trainers.data.sources.classification import label_of
 from trainers.data.sources.records import open_records
-from trainers.errors import CheckpointError, DataError, DataMissingError
 
 NUMBERS = itertools.count()
 ENCODINGS = ["utf-8", "utf-8", "utf-8", "latin-1", "utf-16", "utf-16-le", "utf-32"]

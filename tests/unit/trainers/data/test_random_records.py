@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from gangway.errors import DataError
 from tests import fuzz
 from tests.unit import chat_folders
 from trainers.config.source import SourceConfig
 from trainers.data.chat import ChatEncoder
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError
 from trainers.text.tokenizers import FolderTokenizer
 
 TEXTS = st.text("ab\"'\\{} \né😀<|", min_size=1, max_size=6).filter(lambda text: "<|" not in text)

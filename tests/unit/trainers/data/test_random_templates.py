@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from gangway.errors import DataError
 from tests import fuzz
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder
-from trainers.errors import DataError
 
 HEADERS = ("<|im_start|>{}\n", "[{}] ", "<|start_header_id|>{}<|end_header_id|>\n\n")
 CONTENTS = {

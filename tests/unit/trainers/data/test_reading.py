@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.errors import DataUnavailableError
 from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, arguments, of
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.data.reading import Reader
 from trainers.data.sources.conversations import conversations
-from trainers.errors import DataUnavailableError
 
 DATA = {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers", "retry_backoff_s": 0.0}
 

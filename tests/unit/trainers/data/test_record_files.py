@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from gangway.errors import DataError, UsageError
 from trainers.config import DataConfig
 from trainers.data.record_files import ROWS_OF_A_GROUP, schema_of, write
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, UsageError
 
 RECORDS = [{"number": number, "text": "é" * (number % 5), "deep": [{"a": number}]} for number in range(3 * ROWS_OF_A_GROUP + 7)]
 

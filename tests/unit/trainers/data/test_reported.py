@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from gangway.errors import DataError, UsageError
 from tests.unit import chat_folders
 from trainers import runtime
 from trainers.commands.generate import _parse, prompts_of
@@ -18,7 +19,6 @@ from trainers.config.data import DataConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError, UsageError
 from trainers.evaluation.exact_match import same
 from trainers.text.tokenizers import load
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import DataError, UsageError
+from gangway.stop_reason import StopReason
 from tests.programs.streams import Stream
 from tests.programs.tiny import Numbers, TableTask
 from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, losses, of, trainer
@@ -18,11 +20,9 @@ from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.collate import Collated, CollateInfo, check_numbers, collate
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.sources.iterable import IterableSource
-from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning.estimate import plan
 from trainers.protocol import Ids
-from trainers.stop_reason import StopReason
 from trainers.tasks.causal_lm import CausalLMTask
 
 LENGTH = 9

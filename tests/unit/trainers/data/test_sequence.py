@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, UsageError
 from tests.programs.tiny import numbers
 from tests.unit.training import FIXED, arguments, assert_equal, losses, trainer
 from trainers.base import BaseTrainer
 from trainers.data.sources.sequence import Numbered, held_out_examples, training_examples
-from trainers.errors import DataError, UsageError
 from trainers.planning.estimate import plan
 
 ROWS = 24

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
+from gangway.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 from tests.unit.source_files import assert_same_rows, lines_of, source, write_jsonl
 from tests.unit.training import arguments as of_training
 from trainers.data import kept
@@ -25,7 +26,6 @@ from trainers.data.sources import access, bounds, lines, tables
 from trainers.data.sources.files import files_of, listing
 from trainers.data.sources.packed import packed
 from trainers.data.sources.records import READERS, open_records, open_told
-from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 ROWS = [{"text": f'row {number} \u00e9 \U0001f600, "quoted"\nand more', "number": number} for number in range(20)]
 

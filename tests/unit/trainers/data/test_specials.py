@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit import chat_folders
 from trainers.data.chat import CompletionEncoder
 from trainers.data.encoders import TextEncoder
 from trainers.data.sources.classification import LabelledEncoder
-from trainers.errors import UsageError
 from trainers.text import tokenizers
 
 BEGIN, END = "<|begin_of_text|>", "<|end|>"

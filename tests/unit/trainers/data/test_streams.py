@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, UsageError
 from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, StopAt, arguments, assert_equal, of, trainer
 from trainers.base import BaseTrainer
@@ -16,7 +17,6 @@ from trainers.data import streams
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.sources.iterable import IterableSource
 from trainers.data.streams import Stream, decoded, encoded
-from trainers.errors import DataError, UsageError
 from trainers.loop.data_state import DataState
 
 NUMBERS = Numbers(96, 8)

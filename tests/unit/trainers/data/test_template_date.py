@@ -6,11 +6,11 @@ from datetime import date
 
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit import chat_folders
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.chat import ChatEncoder
-from trainers.errors import UsageError
 from trainers.text import tokenizers
 
 TODAY = "{% if day is not defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}"

@@ -11,13 +11,13 @@ import re
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.documents import check_all_read
 from trainers.data.sources import access
 from trainers.data.sources.files import PYTHON_STDLIB, files_of
 from trainers.data.sources.text import read, text_windows
-from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 LENGTH = 16
 

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from gangway.errors import DataError
 from tests.unit import chat_folders
 from trainers.config.source import SourceConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
 from trainers.data.sources.records import open_records
-from trainers.errors import DataError
 
 TOOLS = [{"type": "function", "function": {"name": "temperature", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "temperature", "arguments": {"city": "Rome", "days": 2}}}

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.stop_reason import StopReason
 from orchestrator.faultlab.testbed import live_run
 from tests.programs.processes import PATIENCE_S
 from tests.unit import training
@@ -21,7 +22,6 @@ from trainers.callbacks import Callback, RunInfo
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.diagnostics import fault_injection
 from trainers.runtime import multihost
-from trainers.stop_reason import StopReason
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from gangway.errors import OutOfMemoryError, kind_of
 from orchestrator.failures.classify import FailureKind, PostMortem, classify
 from orchestrator.failures.history import past_failure
 from orchestrator.policies.restart import GiveUp, RestartPolicy, decide
@@ -15,7 +16,6 @@ from tests.unit.training import arguments, trainer
 from trainers.config import MeshConfig
 from trainers.diagnostics import memory
 from trainers.diagnostics.memory import out_of_memory
-from trainers.errors import OutOfMemoryError, kind_of
 from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.runtime.executables import Program

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import NonFiniteLossError
 from tests.programs.tiny import TableTask
 from tests.unit.training import of, trainer
 from trainers.config import MeshConfig
 from trainers.config.model import UNROLLED_LAYERS
 from trainers.diagnostics.nonfinite import find
-from trainers.errors import NonFiniteLossError
 from trainers.models import attention, decoder
 from trainers.parallel import mesh as meshes
 from trainers.trainer.assembly import assemble

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.programs.outputs import Guesses, MostWrong
 from tests.programs.tiny import Numbers, numbers
 from tests.unit.training import arguments, of, trainer
 from trainers.base import BaseTrainer
-from trainers.errors import UsageError
 from trainers.evaluation.outputs import decoded, encoded
 from trainers.planning.estimate import plan
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import assert_equal, losses, of, trainer
 from trainers.config import DataConfig, MeshConfig, ModelConfig, PreviewConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import UNROLLED_LAYERS
-from trainers.errors import UsageError
 from trainers.evaluation.previews import Previews
 from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode, pick

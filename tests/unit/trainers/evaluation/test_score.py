@@ -7,14 +7,14 @@ import math
 
 import pytest
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests.unit.training import trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint.retention import Retention
 from trainers.config import CheckpointConfig, EvaluationConfig, ScoreConfig
 from trainers.config.arguments import load_object
-from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper, combined
-from trainers.stop_reason import StopReason
 
 
 def keeper(**config):

@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import pytest
 
+from gangway.errors import UsageError
 from tests.programs.tiny import numbers
 from tests.unit.training import FIXED, arguments, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import UsageError
 from trainers.loop.evaluator import means
 
 

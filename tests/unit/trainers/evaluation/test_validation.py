@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests.programs.tiny import Numbers, TableTask, numbers
 from tests.unit.trainers.loop.test_train_loop import World, due
 from tests.unit.training import FIXED, arguments, of, trainer
@@ -15,11 +17,9 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint import layout
 from trainers.config import AnomalyConfig, EvaluationConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import UsageError
 from trainers.loop.inflight import STOP_REASONS
 from trainers.protocol import Loss
 from trainers.step.host_flags import UpdateStatus
-from trainers.stop_reason import StopReason
 
 RATES = ("_seconds", "_per_s", "_per_s_per_device")
 HERE = "tests.unit.trainers.evaluation.test_validation:"

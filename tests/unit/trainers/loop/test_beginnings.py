@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.errors import UsageError
 
 NO_SAVES = {"optimizer": FIXED, "checkpoint": {"save_at_end": False}}
 ROLLBACK = {**NO_SAVES, "anomalies": {"non_finite": "rollback"}}

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
+from gangway.errors import NonFiniteLossError
 from tests.unit.training import of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import layout
-from trainers.errors import NonFiniteLossError
 
 MODULE = "tests.unit.trainers.loop.test_broken_state"
 BAD = 6

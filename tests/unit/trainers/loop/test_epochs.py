@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.stop_reason import StopReason
 from tests.unit.training import FIXED, StopAt, assert_equal, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.stop_reason import StopReason
 
 BATCH = 40
 """Of 96 examples an epoch: batches 2 and 4 straddle two epochs, and 8 batches fill three; so the last epoch begins in batch 4 and

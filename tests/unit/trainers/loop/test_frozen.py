@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from tests.unit.training import FIXED, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers.checkpoint import manifest, weights
 from trainers.config.arguments import load_object
-from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from trainers.export import to_safetensors
 from trainers.loop.frozen import RECORD
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from gangway.storage import durable
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, assert_equal, flip_a_byte, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.checkpoint import manifest, weights
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from trainers.export import to_safetensors
 from trainers.loop import init_from
-from trainers.storage import durable
 from trainers.trainer.model_design import evaluated_parameters
 
 NO_SAVES = {"optimizer": FIXED, "checkpoint": {"save_at_end": False}}

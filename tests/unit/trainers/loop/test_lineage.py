@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
+from gangway.storage import sealed
 from trainers.loop.lineage import SKIPPED_FILE, Lineage, read_skipped, write_skipped
-from trainers.storage import sealed
 
 THREE = {"num_hosts": 3, "num_devices": 3, "mesh": {"data": 3, "fsdp": 1, "tensor": 1}}
 TWO = {"num_hosts": 2, "num_devices": 2, "mesh": {"data": 2, "fsdp": 1, "tensor": 1}}

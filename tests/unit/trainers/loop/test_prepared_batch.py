@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import DataError, NonFiniteLossError, UsageError
 from tests.programs.distilling import Distilling, Rollouts
 from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, arguments, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
-from trainers.errors import DataError, NonFiniteLossError, UsageError
 from trainers.planning.estimate import plan
 
 pytestmark = pytest.mark.usefixtures("events")

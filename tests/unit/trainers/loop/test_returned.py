@@ -7,9 +7,9 @@ import functools
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import trainer
 from trainers.base import BaseTrainer
-from trainers.errors import UsageError
 from trainers.loop import returned
 from trainers.loop.evaluator import IS_OBSERVED, observe_own
 from trainers.protocol import Loss

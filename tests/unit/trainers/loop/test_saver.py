@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from gangway.errors import CheckpointError, SaveFailedError, kind_of
 from tests.unit.training import arguments, of, trainer
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import trial
-from trainers.errors import CheckpointError, SaveFailedError, kind_of
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
 from trainers.loop.saver import LAST_SAVE_PAUSES_S, Saver

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from cluster.agent.limits import Limits
 from cluster.agent.watchdog import Watchdog
+from gangway.errors import LossSpikeError, NonFiniteLossError
+from gangway.stop_reason import StopReason
+from gangway.wire.agent_limits import Limits
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import LossSpikeError, NonFiniteLossError
 from trainers.loop.lineage import SKIPPED_FILE
-from trainers.stop_reason import StopReason
 
 CLEAN = {"optimizer": FIXED, "publish_every_steps": 1}
 

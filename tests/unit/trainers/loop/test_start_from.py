@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from gangway.errors import CheckpointError, UsageError
 from tests.unit.training import FIXED, arguments, assert_equal, losses, of, trainer
-from trainers.errors import CheckpointError, UsageError
 from trainers.planning.estimate import plan
 
 CUT = {"optimizer": FIXED, "max_num_steps": 8, "checkpoint": {"save_steps": 4}, "evaluation": {"max_batches": 1}}

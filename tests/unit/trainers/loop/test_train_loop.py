@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gangway.errors import DesyncError, LossSpikeError, NonFiniteLossError
+from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
-from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.loop.agreement import Agreement
 from trainers.loop.guard import Guard
 from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
@@ -24,7 +25,6 @@ from trainers.metrics.accumulator import Kind, Layout
 from trainers.metrics.publisher import BusyTime, Publisher, Throughput
 from trainers.step.host_flags import REDUCED, UpdateStatus
 from trainers.step.train_step import STEP_METRICS, StepOutput
-from trainers.stop_reason import StopReason
 
 LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.published import Distribution
 from tests.unit.training import FIXED, arguments, assert_equal, of, trainer
 from trainers.config import DistributionConfig
 from trainers.metrics import histograms
-from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.programs.tiny import TableTask
 from tests.unit.training import FIXED, of, trainer
-from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, count, scalars
 from trainers.metrics.peak_flops import FP8_PEAKS, fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import with_perplexity

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen
 
+from gangway.stop_reason import StopReason
 from tests.programs import normed
 from tests.programs.normed import MOMENTUM, NormedTask, real_rows, running_statistics
 from tests.unit.trainers.step.test_model_state import STILL, trainer
@@ -16,7 +17,6 @@ from trainers import runtime
 from trainers.models.adapters import from_functions, from_linen
 from trainers.optim.param_groups import parameter_paths
 from trainers.step.state import abstract_model, initial_model
-from trainers.stop_reason import StopReason
 
 HERE = "tests.unit.trainers.models.test_adapters:"
 

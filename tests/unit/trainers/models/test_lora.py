@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config import LoraConfig, ModelConfig
-from trainers.errors import UsageError
 from trainers.models import lora
 from trainers.models.decoder import Decoder
 from trainers.step import rng

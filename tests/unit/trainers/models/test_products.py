@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainers.errors import UsageError
+from gangway.errors import UsageError
 from trainers.models import products
 
 E4M3, E5M2 = 2.0**-4, 2.0**-3

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.models.decoder import Decoder
 from trainers.models.vlm import ImageTextModel, averaged
 

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import trainer
 from trainers.config import OptimizerConfig, ScheduleConfig
-from trainers.errors import UsageError
 from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, parameters_to_evaluate
 from trainers.optim.parameter_kinds import ParameterKind, matrices
 from trainers.step.clip import clip

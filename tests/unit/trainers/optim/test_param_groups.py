@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config import OptimizerConfig, ParameterGroup
-from trainers.errors import UsageError
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.param_groups import check, freezing, parameter_paths, rate_names, trainable
 from trainers.planning import estimate

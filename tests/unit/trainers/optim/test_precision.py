@@ -11,10 +11,10 @@ import optax
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.programs.tiny import TableTask
 from tests.unit.training import assert_equal, of, trainer
 from trainers.config import OptimizerConfig, ParameterGroup, ScheduleConfig
-from trainers.errors import UsageError
 from trainers.optim.optimizers import NAMES, build_grouped
 from trainers.optim.param_groups import apply_updates
 from trainers.optim.precision import check_averages, in_float32, rounded_at_random, share_lost, with_master_weights

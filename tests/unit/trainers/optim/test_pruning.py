@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.unit.training import FIXED, StopAt, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.config import PruningConfig
-from trainers.errors import UsageError
 from trainers.optim.pruning import Magnitude, sparsity
 from trainers.planning import estimate
 from trainers.trainer.assembly import assemble

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from trainers.config import ScheduleConfig
-from trainers.errors import UsageError
 from trainers.optim.schedules import NAMES, build_schedule
 
 RATE, WARMUP, END, FINAL = 0.02, 5, 45, 0.25

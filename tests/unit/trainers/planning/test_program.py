@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gangway.errors import UsageError
 from trainers.config import DataConfig, LossConfig, MeshConfig, ModelConfig, OptimizerConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.models import context_attention
 from trainers.models.partial_attention import Score
 from trainers.planning import collectives, program

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from gangway.published import Distribution
 from tests.programs.processes import PATIENCE_S
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import JsonLines, read
 from trainers.recorders.recorder import About

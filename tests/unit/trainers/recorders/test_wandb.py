@@ -12,9 +12,9 @@ import psutil
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
+from gangway.published import Distribution
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
-from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.recorders.wandb import SERVICE, WeightsAndBiases

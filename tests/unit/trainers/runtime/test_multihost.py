@@ -9,9 +9,9 @@ from collections import Counter
 import jax
 import pytest
 
+from gangway.errors import CoordinatorError
 from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint.commit import CommitError, Exchange
-from trainers.errors import CoordinatorError
 from trainers.runtime import distributed, multihost
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainers.runtime import orders
-from trainers.runtime.orders import OrderError
+from gangway.wire import orders
+from gangway.wire.orders import OrderError
 
 START = {"cmd": "start", "generation": 0, "host": 0, "num_hosts": 1, "coordinator": "127.0.0.1:1"}
 

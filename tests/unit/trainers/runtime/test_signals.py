@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
+from gangway.stop_reason import StopReason
 from tests.unit.training import FIXED, arguments, of, trainer
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.commands import run
 from trainers.runtime import signals
-from trainers.stop_reason import StopReason
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+from gangway.errors import DataError, UsageError
 from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.config import MeshConfig
 from trainers.data.iterated_loader import IteratedLoader
-from trainers.errors import DataError, UsageError
 from trainers.parallel.mesh import make_mesh
 from trainers.protocol import CheckpointManagerProtocol, TrainerConfigureDataloaderOutput, TrainerConfigureFunctionOutput
 from trainers.runtime.executables import Program

@@ -9,9 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.programs.tiny import TableTask, numbers
 from tests.unit.training import FIXED, arguments, losses, of, trainer
-from trainers.errors import UsageError
 from trainers.planning.estimate import plan
 from trainers.protocol import Last, Loss, Max, PerExample
 from trainers.step.loss import as_loss, scales_of, terms_of, weighted

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from gangway.errors import LossScaleError
 from tests.programs.tiny import TableTask
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config import LossScaleConfig
-from trainers.errors import LossScaleError
 from trainers.protocol import Loss
 from trainers.step.host_flags import UpdateStatus
 from trainers.step.loss_scale import update_scaler

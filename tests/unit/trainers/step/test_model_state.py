@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
+from gangway.stop_reason import StopReason
 from tests.programs import normed
 from tests.programs.normed import Normed, NormedTask, Vectors, real_rows, running_statistics
 from tests.unit.training import OneDevice, StopAt, assert_equal, losses, of
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import UsageError
 from trainers.loop.results import describe
 from trainers.step import rest_of_model
 from trainers.step.state import abstract_model, initial_model
-from trainers.stop_reason import StopReason
 
 HERE = "tests.unit.trainers.step.test_model_state:"
 STILL = {"optimizer": {"name": "sgd", "learning_rate": 1e-30, "schedule": {"name": "constant"}}}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from gangway.errors import UsageError
 from tests.programs.tiny import TableTask
 from tests.unit.training import trainer
 from trainers.config import ModelConfig
-from trainers.errors import UsageError
 from trainers.models.adapters import from_functions, from_linen
 from trainers.models.created import noting_shapes
 from trainers.models.decoder import Decoder

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gangway.errors import UsageError
 from tests.programs.tiny import TableTask
 from tests.unit.training import FIXED, StopAt, of, trainer
 from trainers import runtime
-from trainers.errors import UsageError
 
 MEANS = {"metrics": {"running_means": ["accuracy", "loss", "share"]}}
 

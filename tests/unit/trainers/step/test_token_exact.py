@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.errors import CheckpointError
 from tests.programs import ragged
 from tests.unit.training import FIXED, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import CheckpointError
 from trainers.step.state import initial_parameters
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.protocol import Task
 from trainers.step import rng
 from trainers.tasks.causal_lm import CausalLMTask

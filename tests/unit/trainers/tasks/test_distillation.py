@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit.training import arguments, of
 from trainers.base import BaseTrainer
 from trainers.config import DistillationConfig
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.step import rng
 from trainers.tasks import distillation

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.unit.training import arguments, losses
 from trainers.base import BaseTrainer
 from trainers.config import LossConfig, VisionConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.tasks.image_classification import ImageClassificationTask
 
 VISION = VisionConfig(image_size=4, patch_size=2, num_channels=1, width=8, num_layers=1, num_heads=2, mlp_width=8, num_labels=3)

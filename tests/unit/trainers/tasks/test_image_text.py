@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.unit.trainers.models.test_vlm import IMAGES, MODEL, SIZES, TOKENS, VISION
 from trainers.config.arguments import TrainingArguments
 from trainers.config.vision import VisionConfig
-from trainers.errors import UsageError
 from trainers.evaluation.previews import can_generate
 from trainers.tasks.image_text import ImageTextTask
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.programs import short_pairs
 from tests.unit.training import of
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.data.collate import stack
-from trainers.errors import UsageError
 from trainers.step import rng
 from trainers.step.loss import weighted
 

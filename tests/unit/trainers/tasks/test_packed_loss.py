@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests.programs.packed import InMemory
 from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.collate import stack
 from trainers.data.sources.packed import rows_of
-from trainers.errors import UsageError
 from trainers.tasks import cross_entropy
 from trainers.tasks.causal_lm import CausalLMTask, packing_of
 

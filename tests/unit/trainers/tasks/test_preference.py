@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.preferences import PROMPT, Pairs, datasets
 from tests.unit.training import arguments, of
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import UsageError
 from trainers.step import rng
 from trainers.tasks.preference import PreferenceTask
 

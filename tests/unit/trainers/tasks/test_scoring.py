@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.preferences import Pairs
 from tests.unit.hf_folders import nested, parameters_of
@@ -16,7 +17,6 @@ from trainers.base import BaseTrainer
 from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import preference_pairs
-from trainers.errors import UsageError
 from trainers.models.scoring import ScoringDecoder
 from trainers.step import rng
 from trainers.tasks.classification import ClassificationTask

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gangway.errors import UsageError
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.errors import UsageError
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.tasks.classification import ClassificationTask
 from trainers.tasks.distillation import DistillationTask

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from gangway.errors import UsageError
 from tests import PACKAGES, ROOT
 from tests.unit import chat_folders
-from trainers.errors import UsageError
 from trainers.text import tokenizers
 
 TEXT = "hello there, hello world"

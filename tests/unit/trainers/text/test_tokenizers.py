@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gangway.errors import DataMissingError, UsageError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.unit.training import of, trainer
@@ -19,7 +20,6 @@ from trainers.checkpoint import assets
 from trainers.config import DataConfig, LoraConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources.text import text_windows
-from trainers.errors import DataMissingError, UsageError
 from trainers.export import to_hugging_face
 from trainers.models.hf import vision_config
 from trainers.models.hf.pretrained import resolved

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.model import RopeScaling
-from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.meaning import differences, of_model
 

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import UsageError
 from tests import ROOT, fuzz
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face
 from trainers.config import LoraConfig
-from trainers.errors import UsageError
 from trainers.models import lora
 from trainers.models.decoder import Decoder
 from trainers.models.hf import peft_in

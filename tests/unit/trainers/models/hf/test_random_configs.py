@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from gangway.errors import UsageError
 from tests import fuzz, random_models
 from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES, OPTIONAL
 from trainers.config.model import RopeScaling
-from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
 from trainers.models.hf import keys
 from trainers.models.hf.meaning import Layer, Meaning, differences, of_model

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import CheckpointError, UsageError
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
@@ -17,7 +18,6 @@ from tests.unit.trainers.models.hf.test_vision_parity import assert_near
 from tests.unit.training import arguments, of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face, weights
-from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import vision_config
 
 FOLDER = ROOT / "tests" / "unit" / "data" / "parity_vision" / "mistral3"

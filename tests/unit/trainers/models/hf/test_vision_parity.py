@@ -15,11 +15,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from gangway.errors import CheckpointError, UsageError
 from tests import ROOT
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face, hugging_face_out
 from trainers.config import MeshConfig
-from trainers.errors import CheckpointError, UsageError
 from trainers.models.encoder import Encoder
 from trainers.models.hf import vision_config
 from trainers.models.vlm import ImageTextModel

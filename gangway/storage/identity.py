@@ -1,0 +1,129 @@
+"""The identity of a run: an id in its folder, the same wherever the folder is, and under whatever name. Without JAX.
+
+What other systems keep of a run (MLflow, W&B, the cluster) goes by this id. A path would change when storage is moved, or
+is reached through a link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+from gangway.storage import documents
+from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DamagedDocument
+from gangway.storage.opening import place_of
+
+HOME = "~/.gangway/runs"
+OF_OLD_RUNS = ("committed.json", "launch.json")
+"""Files by which a run that has no identity yet is known to be an old one."""
+
+
+COPY = (
+    "{} is a copy of {}, which is still there: from here on it is a run of its own, and MLflow and W&B begin a new one, with all "
+    "that was recorded so far"
+)
+
+
+class _Document(TypedDict):
+    id: str
+    folder: str
+    """Where the run was when somebody last asked for its identity."""
+
+
+KIND = DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", without_format=False)
+
+
+class Identity(NamedTuple):
+    id: str
+    notes: tuple[str, ...] = ()
+    """What people must know about it, as sentences."""
+
+
+def of(run_folder: str | os.PathLike[str]) -> Identity:
+    """Returns the identity of the run in this folder; it is given one if it has none. A copy of a run gets one of its own, as
+    long as the other run is where it was. Raises NewerDocument or OSError."""
+    path = documents.join(run_folder, KIND.name)
+    if documents.is_url(run_folder):
+        return _of_bucket(os.fspath(run_folder))
+    folder = os.path.realpath(run_folder)
+    notes: tuple[str, ...] = ()
+    try:
+        known = KIND.read(path)
+    except DamagedDocument as error:
+        known, notes = None, (KIND.set_aside(path, error),)
+    if known is None:
+        # W&B knows an old run by its path.
+        is_old = not notes and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
+        known = {"id": _of_path(os.path.abspath(run_folder)) if is_old else uuid.uuid4().hex[:16], "folder": ""}
+    elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
+        notes = (COPY.format(folder, known["folder"]),)
+        known = {"id": uuid.uuid4().hex[:16], "folder": ""}
+    if known["folder"] != folder:
+        KIND.write(path, {"id": known["id"], "folder": folder})
+    return Identity(known["id"], notes)
+
+
+def local_folder(run_folder: str | os.PathLike[str]) -> str:
+    """Returns the folder of this machine for what cannot be in a bucket, such as files that lines are appended to: that of the
+    run, and for a run in a bucket one below `~/.gangway/runs`. Raises NewerDocument or OSError."""
+    if not documents.is_url(run_folder):
+        return os.path.abspath(run_folder)
+    return os.path.join(os.path.expanduser(HOME), of(run_folder).id)
+
+
+def _of_bucket(url: str) -> Identity:
+    place, notes = place_of(url) / KIND.name, tuple[str, ...]()
+    mine = {"id": uuid.uuid4().hex[:16], "folder": place.parent.url}
+    try:
+        known = KIND.read(place)
+    except DamagedDocument as error:
+        known, notes = None, (KIND.set_aside(place, error),)
+    if known is None:
+        # Several may ask for it at once.
+        known = mine if KIND.create(place, mine) else KIND.read(place) or mine
+    if known["folder"] != mine["folder"]:
+        before = known["folder"]
+        there = KIND.read(place_of(before) / KIND.name) if documents.is_url(before) else None
+        if (there and there["id"] == known["id"]) or _is_another(before, mine["folder"], known["id"]):
+            notes = (*notes, COPY.format(mine["folder"], before))
+            known = mine
+        KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
+    return Identity(known["id"], notes)
+
+
+def _of_path(folder: str) -> str:
+    return hashlib.sha256(folder.encode()).hexdigest()[:16]
+
+
+def _is_another(before: str, folder: str, its_id: str) -> bool:
+    """Returns whether the run of that id is still in the folder where it was, which is not this one."""
+    try:
+        there = KIND.read(documents.join(before, KIND.name))
+        is_same = there is not None and there["id"] == its_id
+        in_bucket = documents.is_url(before) or documents.is_url(folder)
+        return is_same and (in_bucket or not os.path.samefile(before, folder))
+    except (OSError, documents.StorageError):
+        return False
+
+
+def inside(path: str, run_folder: str) -> str:
+    """Returns a path as the documents of a run name it: relative to the run's folder if it lies there, or in the storage beside
+    it, such as `../mine/8`; unchanged otherwise."""
+    if documents.is_url(path) or not os.path.isabs(path):
+        return path
+    both = ((path, os.path.abspath(run_folder)), (os.path.realpath(path), os.path.realpath(run_folder)))
+    for base_of in (lambda folder: folder, os.path.dirname):
+        for found, folder in both:
+            base = base_of(folder)
+            if base != os.sep and f"{found}{os.sep}".startswith(base + os.sep):
+                return os.path.relpath(found, folder)
+    return path
+
+
+def outside(path: str, run_folder: str) -> str:
+    """Returns the path that `inside` was given, in the folder where the run is now."""
+    return path if documents.is_url(path) or os.path.isabs(path) else os.path.normpath(os.path.join(run_folder, path))

@@ -1,0 +1,1 @@
+"""What processes tell each other: orders, answers, events, each with its schema."""

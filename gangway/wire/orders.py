@@ -1,0 +1,165 @@
+"""The orders that a training process gets: a schema for each, which mypy checks where one is made and where one is read.
+
+They travel as JSON lines, so they are dicts. The first is the preparation, the second makes the process a member of a generation
+or of a precompilation, and later ones are commands. `read_preparation`, `read_orders` and `read_command` are the doors: an order
+that this process does not know, a field that it does not know, a missing one and a wrong type are an OrderError.
+
+`NotRequired` fields may be absent: then the docstring says what holds. A driver and a process may be of different versions of the
+code, for a driver adopts a gang that runs. `gangway.wire.agent_orders` has the fields by which an agent goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, get_type_hints
+
+from gangway.config.section import did_you_mean
+from gangway.storage import shapes
+
+SHOWN = 200
+"""How many letters of an order that is not understood are shown."""
+
+
+class OrderError(ValueError):
+    """An order that a training process does not understand. The message names what is wrong with it."""
+
+
+class Preparation(TypedDict):
+    """The first line: from it the process does all that needs no device."""
+
+    cmd: Literal["prepare"]
+    arguments_class: str
+    """`package.module:Class`, a `TrainingArguments`."""
+    arguments: dict[str, Any]
+
+
+class Member(TypedDict):
+    """Which part of which gang the process is."""
+
+    host: int
+    """From 0: JAX's process index."""
+    num_hosts: int
+    coordinator: str
+    """`address:port` of host 0, where nobody has listened before."""
+    local_device_ids: NotRequired[list[int] | None]
+    """The GPUs of this process. Absent or None: all devices."""
+    slice: NotRequired[int]
+    """The number of its TPU slice. Nothing here goes by it."""
+    cache_dir: NotRequired[str | None]
+    """The folder of JAX's compile cache. Absent or None: that of the environment."""
+    env: NotRequired[dict[str, str]]
+    """Variables to set before JAX looks for devices."""
+
+
+class Start(Member):
+    """The process trains."""
+
+    cmd: Literal["start"]
+    generation: int
+    restore_from: NotRequired[str | None]
+    """The checkpoint to begin with. Absent or None: the newest in the folder of checkpoints."""
+    program_key: NotRequired[str | None]
+    """The name under which compiled programs are kept. Absent or None: they are not kept."""
+    stop_at: NotRequired[int | None]
+    """The batch index at which to save and stop. Absent or None: the configuration's limits alone."""
+    skip_batches: NotRequired[Sequence[int]]
+    """Batches whose update is not applied. Absent: none."""
+    fence: NotRequired[str | None]
+    """If this file exists, another driver has the run, and nothing is committed. Absent or None: there is no driver."""
+    run: NotRequired[str | None]
+    """The name of the run in the record beside its checkpoints. Absent or None: not known."""
+    committed_step: NotRequired[int | None]
+    """The highest step that the run ever committed. Absent or None: not known, or none yet."""
+    driver_term: NotRequired[int]
+    """Absent: 0, no driver."""
+    time_used_s: NotRequired[float]
+    """The seconds of the `time_limit` that the run has used. Absent: 0."""
+    limits: NotRequired[Mapping[str, Any]]
+    """For the agent: how long the process may stay without progress."""
+    shown_lines: NotRequired[int]
+    """For the agent: how many printed lines to show in a second."""
+
+
+class Precompile(Member):
+    """The process compiles the programs of a gang, and ends."""
+
+    cmd: Literal["precompile"]
+    program_key: str
+
+
+class Stop(TypedDict):
+    """Save at a step on which all hosts agree, and stop."""
+
+    cmd: Literal["stop"]
+    reason: str
+    """One of `gangway.stop_reason.StopReason`."""
+
+
+class Save(TypedDict):
+    """Save at a step on which all hosts agree."""
+
+    cmd: Literal["save"]
+
+
+class Profile(TypedDict):
+    """Record the next steps of this host. The answer is the event `profile` with this id."""
+
+    cmd: Literal["profile"]
+    id: str
+    steps: int
+
+
+class Fence(TypedDict):
+    """From now on this file says, by being there, that another driver has the run."""
+
+    cmd: Literal["fence"]
+    path: str | None
+
+
+Command = Stop | Save | Profile | Fence
+SAVE: Save = {"cmd": "save"}
+
+
+def stop(reason: str) -> Stop:
+    """Returns the command to save and stop for this reason."""
+    return {"cmd": "stop", "reason": str(reason)}
+
+
+def fence(path: str | None) -> Fence:
+    """Returns the command to go by this file from now on."""
+    return {"cmd": "fence", "path": path}
+
+
+def read_preparation(message: Any) -> Preparation:
+    """Returns the message as a preparation. Raises OrderError."""
+    return cast(Preparation, _checked(message, (Preparation,)))
+
+
+def read_orders(message: Any) -> Start | Precompile:
+    """Returns the message as the orders of a member. Raises OrderError."""
+    return cast("Start | Precompile", _checked(message, (Start, Precompile)))
+
+
+def read_command(message: Any) -> Command:
+    """Returns the message as a command for a process that trains. Raises OrderError."""
+    return cast(Command, _checked(message, get_args(Command)))
+
+
+def _checked(message: Any, schemas: Sequence[type]) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("cmd"), str):
+        raise OrderError(f"not an order: expected an object with `cmd`, found {message!r:.{SHOWN}}")
+    by_name = {get_args(get_type_hints(schema)["cmd"])[0]: schema for schema in schemas}
+    name = message["cmd"]
+    if name not in by_name:
+        known = f"expected {' or '.join(by_name)}{did_you_mean(name, by_name)}"
+        raise OrderError(f"there is no order {name[:SHOWN]!r} at this point: {known}. {_WAY_OUT}")
+    fields = get_type_hints(by_name[name])
+    if unknown := [field for field in message if field not in fields]:
+        hint = did_you_mean(str(unknown[0]), fields) or f"; the fields are {', '.join(fields)}"
+        raise OrderError(f"the order {name!r} has no field {str(unknown[0])[:SHOWN]!r}{hint}. {_WAY_OUT}")
+    if problem := shapes.problem(by_name[name], message):
+        raise OrderError(f"the order {name!r}: {problem}. {_WAY_OUT}")
+    return message
+
+
+_WAY_OUT = "If the code was changed under a run that goes on, stop the run and start it again: all its hosts need the same code"

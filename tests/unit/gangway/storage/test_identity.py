@@ -1,0 +1,63 @@
+"""A run is the same wherever its folder is; a copy is another one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from gangway.storage import identity
+
+
+def test_a_run_that_is_moved_or_reached_through_a_link_is_the_same(tmp_path):
+    run = tmp_path / "storage" / "run"
+    run.mkdir(parents=True)
+    first = identity.of(run)
+    assert identity.of(run) == first
+    (tmp_path / "link").symlink_to(tmp_path / "storage")
+    assert identity.of(tmp_path / "link" / "run") == first
+    (tmp_path / "storage").rename(tmp_path / "elsewhere")
+    assert identity.of(tmp_path / "elsewhere" / "run") == first
+    assert first.notes == ()
+
+
+def test_a_copy_is_a_run_of_its_own_and_says_so_once(tmp_path):
+    first = identity.of(made(tmp_path / "run"))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = identity.of(tmp_path / "copy")
+    assert copy.id != first.id
+    assert f"{tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, which is still there" in copy.notes[0]
+    assert identity.of(tmp_path / "copy") == (copy.id, ())
+    assert identity.of(tmp_path / "run") == first
+
+
+def test_another_run_at_the_old_place_makes_no_copy_of_one_that_was_moved(tmp_path):
+    first = identity.of(made(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert identity.of(made(tmp_path / "run")) != first
+    assert identity.of(tmp_path / "moved") == first
+
+
+def test_an_old_run_keeps_the_id_by_which_other_systems_know_it(tmp_path):
+    (made(tmp_path / "run") / "committed.json").touch()
+    first = identity.of(tmp_path / "run")
+    assert first.id == identity._of_path(str(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert identity.of(tmp_path / "moved") == first
+
+
+def test_a_path_inside_a_run_goes_with_it(tmp_path):
+    run = str(made(tmp_path / "run"))
+    path = f"{run}/checkpoints/8"
+    assert identity.inside(path, run) == "checkpoints/8"
+    assert identity.outside("checkpoints/8", "/elsewhere/run") == "/elsewhere/run/checkpoints/8"
+    (tmp_path / "link").symlink_to(run)
+    assert identity.inside(path, str(tmp_path / "link")) == "checkpoints/8"
+    assert identity.inside(str(tmp_path / "mine" / "8"), run) == "../mine/8"
+    assert identity.outside("../mine/8", "/elsewhere/run") == "/elsewhere/mine/8"
+    for elsewhere in ("/data/checkpoints/8", f"{tmp_path}-2/8", "gs://bucket/8"):
+        assert identity.outside(identity.inside(elsewhere, run), "/elsewhere") == elsewhere
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
