@@ -1,1 +1,1 @@
-"""The ground of all packages: storage, the machinery of the configuration, what processes tell each other, errors. Free of Ray and JAX."""
+"""The ground of all packages: storage, the machinery of the configuration, what processes tell each other, errors. No JAX."""

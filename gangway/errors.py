@@ -16,11 +16,11 @@ import site
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
 
 from gangway import foreign_errors
 from gangway.config.section import did_you_mean
 from gangway.config.working_folder import of_a_copy
+from gangway.wire.events import FailureKind
 
 
 class UsageError(Exception):
@@ -154,19 +154,6 @@ def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"{field} = {name!r}: expected one of {', '.join(known)}, or package.module:function{hint}")
 
 
-class FailureKind(TypedDict):
-    """What an error says about trying again."""
-
-    kind: str
-    """user, data, non_finite, loss_spike, desync, out_of_memory, storage, transient, device (of this host), runtime (JAX's own,
-    of unknown cause), collateral (another host's failure), link (this host's or another one's)."""
-    deterministic: bool
-    mistake: NotRequired[bool]
-    """Whether it looks like a mistake."""
-    batch_indices: NotRequired[Sequence[int] | None]
-    """The batch index of each host, if they are out of step."""
-
-
 def kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, UsageError):
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
@@ -182,19 +169,6 @@ def may_pass(error: BaseException) -> bool:
     """Whether the error came from outside the program and may go away by itself: the request itself is not wrong."""
     kind = kind_of(error)
     return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
-
-
-MAX_MESSAGE, MAX_TRACEBACK = 4000, 20_000
-"""The letters that are kept of a message, and of a traceback. A library may put a whole array or a web page into one, and it
-would travel in events, lie in the run's files, and push others out of them."""
-
-
-def cut(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Returns the text, of a long one the beginning and the end, where the cause is. It says how much was left out."""
-    if len(text) <= limit:
-        return text
-    begin, end = limit * 2 // 3, limit // 3
-    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
 
 
 def user_frame(error: BaseException) -> str | None:

@@ -1,27 +1,9 @@
-"""The schemas of the events that hosts send to the driver, and of those that the driver sends to the console. Mypy checks them
-where an event is made and where it is read."""
+"""The schemas of the events that the driver sends to the console; mypy checks them where one is made and where one is read."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
-
-from gangway.wire import events as process_events
-from gangway.wire.agent_events import AgentEvent
-
-HostEvent = process_events.Event | AgentEvent
-"""An event of a host: of its training process, or of its agent."""
-
-
-def problem_of(event: Any) -> str:
-    """Returns what is wrong with an event that an agent passed on, as a sentence; "" if it is one of HostEvent. What a training
-    process sends is checked there, too; but the user's code is in that process."""
-    if problem := process_events.problem_in(HostEvent, event):
-        return problem
-    at_s = event.get("t")
-    return "" if at_s is not None and math.isfinite(at_s) else f"t = {at_s}: expected a time"
-
 
 Level = Literal["info", "warning", "error"]
 

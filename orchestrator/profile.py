@@ -14,7 +14,7 @@ from typing import Any
 from gangway.first_line import say
 from gangway.storage import documents
 from gangway.terminal import command
-from gangway.wire.agent_answers import Profiled
+from gangway.wire.answers import Profiled
 from gangway.wire.orders import Profile
 from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.driver import ray_cluster

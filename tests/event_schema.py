@@ -8,10 +8,10 @@ from typing import Any, Literal, NotRequired, get_args, get_origin, get_type_hin
 
 from pydantic import PydanticUserError, TypeAdapter
 
-from gangway.wire.events import Event as ProcessEvent
-from orchestrator.events import ConsoleEvent, HostEvent
+from gangway.wire.events import Event, HostEvent
+from orchestrator.events import ConsoleEvent
 
-SCHEMAS = {"process": ProcessEvent, "host": HostEvent, "console": ConsoleEvent}
+SCHEMAS = {"process": Event, "host": HostEvent, "console": ConsoleEvent}
 
 
 def check_event(event: Mapping[str, Any], sender: Literal["process", "host", "console"]) -> None:

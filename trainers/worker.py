@@ -37,8 +37,7 @@ from gangway.wire import orders as orders_of
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 
 if TYPE_CHECKING:
-    from gangway.errors import FailureKind
-    from gangway.wire.events import Event, ExceptionRaised, Result
+    from gangway.wire.events import Event, ExceptionRaised, FailureKind, Result
     from gangway.wire.orders import Command, Member, Precompile, Preparation, Start
     from trainers.runtime import Runtime
 
@@ -351,7 +350,8 @@ def report_requests(host: Any) -> None:
 
 
 def exception_event(error: BaseException) -> ExceptionRaised:
-    from gangway.errors import MAX_TRACEBACK, cut, kind_of, user_frame
+    from gangway.errors import kind_of, user_frame
+    from gangway.wire.events import MAX_TRACEBACK, cut
     from trainers import runtime
 
     frame = user_frame(error)

@@ -32,10 +32,10 @@ from cluster.agent.spawner import Spawner
 from cluster.agent.standby import describe_slow
 from cluster.agent.state import AgentState
 from cluster.hosts.process_env import PRIVATE_UMASK
-from gangway.wire import agent_orders as orders_of
-from gangway.wire.agent_answers import Description, Halted, Polled, Profiled, Started, TakenOver
-from gangway.wire.agent_events import Event, ProcessEvent
-from gangway.wire.agent_orders import Command, ProfileCommand, StartOrders
+from gangway.wire import orders as orders_of
+from gangway.wire.answers import Description, Halted, Polled, Profiled, Started, TakenOver
+from gangway.wire.events import AnyEvent, Event
+from gangway.wire.orders import Command, Profile, Start
 
 HALT_ANSWER_S = 1.0
 """A halt answers after at most so long, even if the process is still dying: else the driver would take the host for lost."""
@@ -149,12 +149,12 @@ class HostAgent:
         """Returns whether the agent has a driver: its lease has not ended."""
         return self._lease_left_s() > 0
 
-    def profile(self, order: ProfileCommand, hosts: Sequence[int] | None, timeout_s: float) -> Profiled:
+    def profile(self, order: Profile, hosts: Sequence[int] | None, timeout_s: float) -> Profiled:
         """Passes the order to the training process if its host is one of `hosts` (None: any), and waits for the result.
 
         Anybody may call this, not only the driver: it changes nothing that a driver relies on. Raises OrderError.
         """
-        order = orders_of.read_profile(order)
+        order = orders_of.agent_profile(order)
         with self._changed:
             state = self._state
             # The cursor is read before the order is sent: a quick answer must not be missed.
@@ -175,7 +175,7 @@ class HostAgent:
             answer = {"problem": f"{why}{phase}"}
         return {"host": host, "path": answer.get("path"), "problem": answer["problem"]}
 
-    def _profiled(self, request: str, cursor: int) -> Event | None:
+    def _profiled(self, request: str, cursor: int) -> AnyEvent | None:
         """Returns the process's event for the profile request with this id; None if it has not come."""
         events = self._state.events.since(cursor)
         return next((event for event in events if event.get("ev") == "profile" and event.get("id") == request), None)
@@ -184,7 +184,7 @@ class HostAgent:
         """Starts the standby with this preparation; one that was started with another is replaced."""
         self._call(inputs.Prepare, driver_term, preparation)
 
-    def start(self, orders: StartOrders, *, driver_term: int = 0) -> Started:
+    def start(self, orders: Start, *, driver_term: int = 0) -> Started:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
         A standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
@@ -341,7 +341,7 @@ class HostAgent:
         state = stack_dump.process_state(process.pid) if process is not None else None
         self._feed(inputs.OverdueSeen(what.alarm, state, tail))
 
-    def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
+    def _on_event(self, process: ProcessRecord, event: Event) -> None:
         if event["ev"] in ("done", "exception"):
             self._show_printed(process)  # first: after these the driver may ask no more
         self._feed(inputs.Said(process, event))

@@ -28,7 +28,7 @@ import cluster
 from cluster.agent import log_mark
 from cluster.agent.process_record import ExitStatus
 from cluster.hosts import compiler_flags, environment
-from gangway.wire.agent_events import ProcessEvent, problem_of
+from gangway.wire.events import Event, problem_for_agent
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ChildProcess:
         self._killed = False
         self._gone = threading.Event()
 
-    def watch(self, on_event: Callable[[ProcessEvent], None], on_exit: Callable[[ExitStatus], None]) -> None:
+    def watch(self, on_event: Callable[[Event], None], on_exit: Callable[[ExitStatus], None]) -> None:
         """Calls `on_event` for every event, then `on_exit` once, from background threads; never two calls at a time."""
         reader = threading.Thread(target=self._read, args=(on_event,), name=f"events of {self.pid}", daemon=True)
         reader.start()
@@ -191,7 +191,7 @@ class ChildProcess:
         """The last lines that the child printed."""
         return log_tail(self.log_path)
 
-    def _read(self, on_event: Callable[[ProcessEvent], None]) -> None:
+    def _read(self, on_event: Callable[[Event], None]) -> None:
         for line in self._events:
             if line.endswith(b"\n"):  # else it was cut off by the death of the writer
                 try:
@@ -222,17 +222,17 @@ class ChildProcess:
             self._popen.stdin.close()
 
 
-def _parse(line: bytes) -> ProcessEvent:
+def _parse(line: bytes) -> Event:
     now_s = time.time()
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         event = None
-    if problem := problem_of(event):
+    if problem := problem_for_agent(event):
         event = {"ev": "note", "message": f"not an event ({problem}): {line[:200]!r}"}
     at_s = event.get("t")
     # The user's code may have written the line: what the agent and the driver reckon with is a number.
-    return cast("ProcessEvent", {**event, "t": at_s if type(at_s) in (int, float) and math.isfinite(at_s) else now_s})
+    return cast("Event", {**event, "t": at_s if type(at_s) in (int, float) and math.isfinite(at_s) else now_s})
 
 
 def _is_dying(pid: int) -> bool:

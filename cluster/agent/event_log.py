@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.agent.facts import Facts
-from gangway.wire.agent_answers import Told
-from gangway.wire.agent_events import Event
+from gangway.wire.answers import Told
+from gangway.wire.events import AnyEvent
 
 DROPPED_FIRST = ("evaluating", "printed"), ("note", "metrics", "preview", "profile")
 """Kinds that come again and again, in the order in which they are dropped when the log is full."""
@@ -22,7 +22,7 @@ class EventLog:
         self.capacity = capacity
         self.first = self.next = 0
         """Numbers of the generation's first event and of the next event. Numbers are never used again in a later generation."""
-        self._events: list[Event] = []
+        self._events: list[AnyEvent] = []
         self._facts = Facts()
 
     def append(self, event: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class EventLog:
         if len(self._events) > self.capacity:
             self._make_room()
 
-    def since(self, number: int) -> list[Event]:
+    def since(self, number: int) -> list[AnyEvent]:
         """Returns the kept events from this number on. Their `n` may have gaps where events were dropped."""
         return self._events[bisect.bisect_left(self._events, number, key=_number) :]
 
@@ -57,10 +57,10 @@ class EventLog:
         self._events = [event for event in self._events if event["n"] not in dropped]
 
 
-def _rank(event: Event) -> int:
+def _rank(event: AnyEvent) -> int:
     kind = event.get("ev")
     return next((rank for rank, kinds in enumerate(DROPPED_FIRST) if kind in kinds), len(DROPPED_FIRST))
 
 
-def _number(event: Event) -> int:
+def _number(event: AnyEvent) -> int:
     return event["n"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from gangway.wire.agent_events import Event
+from gangway.wire.events import AnyEvent
 
 FIRST = ("joined", "first_step", "overdue", "exception")
 """Kinds of which the first event is the fact."""
@@ -23,11 +23,11 @@ class Facts:
     """The facts of one generation. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._facts: dict[Hashable, Event] = {}
-        self._phases: dict[Hashable, Event] = {}
+        self._facts: dict[Hashable, AnyEvent] = {}
+        self._phases: dict[Hashable, AnyEvent] = {}
         """The event with which each phase was entered first."""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: AnyEvent) -> None:
         """Takes an event with its number `n`."""
         kind = event.get("ev")
         if kind in FIRST:
@@ -44,7 +44,7 @@ class Facts:
         elif kind == "anomaly" and _went_back(event):
             self._facts[kind] = event
 
-    def in_order(self) -> list[Event]:
+    def in_order(self) -> list[AnyEvent]:
         """Returns the facts in the order in which they came."""
         facts = (*self._facts.values(), *self._phases.values())
         # By number: one event may be two facts.

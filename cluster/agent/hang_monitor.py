@@ -5,9 +5,9 @@ from __future__ import annotations
 from cluster.agent.inputs import Now
 from cluster.agent.process_record import ProcessRecord
 from cluster.agent.watchdog import Alarm, Watchdog
-from gangway.wire.agent_answers import Findings
-from gangway.wire.agent_events import Overdue, ProcessEvent
-from gangway.wire.agent_limits import SILENCE, Limits
+from gangway.wire.answers import Findings
+from gangway.wire.events import Event, Overdue
+from gangway.wire.limits import SILENCE, Limits
 
 
 class HangMonitor:
@@ -25,7 +25,7 @@ class HangMonitor:
         self._last_sign_s = now_s
         self._stacks_requested = self._ended = False
 
-    def observe(self, event: ProcessEvent, now_s: float) -> None:
+    def observe(self, event: Event, now_s: float) -> None:
         """Passes an event of the process, heartbeats included, to the watchdog."""
         self._last_sign_s = now_s
         self._watchdog.observe(event, now_s)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cluster.agent.process_record import ExitStatus, ProcessRecord
 from cluster.agent.watchdog import Alarm
-from gangway.wire.agent_events import MachineTakenAway, ProcessEvent
+from gangway.wire.events import Event, MachineTakenAway
 
 
 class Now(NamedTuple):
@@ -107,7 +107,7 @@ class Said:
     """A process has sent an event."""
 
     process: ProcessRecord
-    event: ProcessEvent
+    event: Event
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from gangway.wire.agent_answers import RayNode
+from gangway.wire.answers import RayNode
 
 FIRST_PORT, LAST_PORT = 20_100, 32_700
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections. A port is chosen now and used minutes

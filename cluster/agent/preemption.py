@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from gangway.wire.agent_events import MachineTakenAway
+from gangway.wire.events import MachineTakenAway
 
 Source = Callable[[], MachineTakenAway | None]
 """A function that asks one source once. It raises OSError if there is no answer."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gangway.wire import agent_events
-from gangway.wire.agent_orders import StartOrders
+from gangway.wire import events
+from gangway.wire.orders import Start
 
 MAX_BYTES = 1 << 18
 """How much of a log is read at once: of more, only its end."""
@@ -26,7 +26,7 @@ class Printed:
         self._path: str | None = None
         self._offset = 0
 
-    def show(self, path: str | None, orders: StartOrders | None) -> None:
+    def show(self, path: str | None, orders: Start | None) -> None:
         """Reports the complete lines that are new, the last ones if there are more than `orders` ask for."""
         asked = orders.get("shown_lines", 0) if orders is not None else 0
         if not asked or path is None:
@@ -34,7 +34,7 @@ class Printed:
         with self._lock:  # until they are reported: two threads must not change their order
             lines = self._new_lines(path)
             if lines:
-                event: agent_events.Printed = {
+                event: events.Printed = {
                     "t": time.time(),
                     "ev": "printed",
                     "lines": lines[-asked:],

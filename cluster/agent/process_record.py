@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gangway.wire.agent_answers import PostMortem
-from gangway.wire.agent_events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
+from gangway.wire.answers import PostMortem
+from gangway.wire.events import Event, ExceptionRaised, Exit, Heartbeat, Note, Position, cut
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProcessRecord:
         self.halted = False
         """Whether this agent killed it: then its end is not a failure."""
         self.phase: str | None = None
-        self.exception: Raised | None = None
+        self.exception: ExceptionRaised | None = None
         self.heartbeat: Heartbeat | None = None
         self.exit: Exit | None = None
         self.state: str | None = None
@@ -62,7 +62,7 @@ class ProcessRecord:
         if self._killed_at_s is None:
             self._killed_at_s = now_s
 
-    def observe(self, event: ProcessEvent) -> None:
+    def observe(self, event: Event) -> None:
         """Records the part of an event that the agent itself needs."""
         match event["ev"]:
             case "warm":

@@ -22,11 +22,11 @@ from cluster.agent.inputs import Input, Now
 from cluster.agent.process_record import ProcessRecord, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import Alarm
-from gangway.wire import agent_orders as orders_of
-from gangway.wire.agent_answers import Halted, HostState, LogPaths
-from gangway.wire.agent_events import MachineNotice, Overdue, Position, StartFailed, cut
-from gangway.wire.agent_limits import FIRST_PHASE
-from gangway.wire.agent_orders import OrderError, StartOrders
+from gangway.wire import orders as orders_of
+from gangway.wire.answers import Halted, HostState, LogPaths
+from gangway.wire.events import MachineNotice, Overdue, Position, StartFailed, cut
+from gangway.wire.limits import FIRST_PHASE
+from gangway.wire.orders import OrderError, Start
 
 MAX_EVENTS = 10_000
 """A bound on memory: events are kept until the next generation, for a driver that adopts the gang."""
@@ -64,7 +64,7 @@ class _WaitingHalt(_Waiting):
 @dataclass(frozen=True)
 class _WaitingStart:
     call: Hashable
-    orders: StartOrders
+    orders: Start
     limit_s: float
     """How long its process may take to be warm."""
 
@@ -88,7 +88,7 @@ class AgentState:
     def __init__(self, module: str, lease_s: float, now_s: float):
         self.lease = Lease(lease_s, now_s)
         self.events = EventLog(MAX_EVENTS)
-        self.orders: StartOrders | None = None
+        self.orders: Start | None = None
         """The orders of the newest generation."""
         self.monitor: HangMonitor | None = None
         self.current: ProcessRecord | None = None
@@ -225,7 +225,7 @@ class AgentState:
 
     def _begin_start(self, event: inputs.Start, now: Now) -> None:
         try:
-            orders, limits = orders_of.read_start(event.orders)
+            orders, limits = orders_of.agent_start(event.orders)
             self._check_free(orders)
         except (RuntimeError, OrderError) as error:
             self._report_failed_start(event.orders, error, now)
@@ -237,7 +237,7 @@ class AgentState:
         if self.standby.process is None:
             self.standby.request()
 
-    def _check_free(self, orders: StartOrders) -> None:
+    def _check_free(self, orders: Start) -> None:
         start = f"start of generation {orders['generation']}"
         if self._start is not None:
             waiting = self._start.orders["generation"]
@@ -274,7 +274,7 @@ class AgentState:
         first = Send(process, cast("Mapping[str, Any]", start.orders)) if process.alive else None
         self._effects.append(Answer(start.call, {"pid": process.pid, **_log_of(process)}, first))
 
-    def _begin(self, process: ProcessRecord, orders: StartOrders) -> None:
+    def _begin(self, process: ProcessRecord, orders: Start) -> None:
         self.current, process.generation = process, orders["generation"]
         for event in process.early_events:
             self._report(event)
@@ -329,7 +329,7 @@ class AgentState:
             self._effects.append(Kill(old))
 
     def _pass_on(self, event: inputs.Order) -> None:
-        command = orders_of.read_command(event.message)
+        command = orders_of.agent_command(event.message)
         if self.current is None or not self.current.alive:
             self._answer(event.call, False)
         else:

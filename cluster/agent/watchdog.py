@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gangway.wire.agent_events import ProcessEvent
-from gangway.wire.agent_limits import FIRST_PHASE, FIRST_STEP, SAVE, STEPS, Limits
+from gangway.wire.events import Event
+from gangway.wire.limits import FIRST_PHASE, FIRST_STEP, SAVE, STEPS, Limits
 
 NUM_STEP_TIMES = 256
 """How many of the last step times the median is taken of."""
@@ -56,7 +56,7 @@ class Watchdog:
         self._suspected: set[tuple[str, float]] = set()
         self._reported: set[str] = set()
 
-    def observe(self, event: ProcessEvent, now_s: float) -> None:
+    def observe(self, event: Event, now_s: float) -> None:
         """Takes an event of the process, heartbeats included, as it arrives."""
         match event["ev"]:
             case "phase":

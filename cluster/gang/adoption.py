@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.agent.fields import problem_in
-from gangway.wire.agent_orders import GangOrders
+from gangway.storage import shapes
+from gangway.wire.orders import IN_GANG, Start
 
 
 class AdoptError(Exception):
@@ -22,7 +22,7 @@ def newest_generation(leads: Mapping[int, Mapping[str, Any]]) -> list[int]:
     Raises AdoptError if the agent of one of its hosts is not among them, or if an agent has orders of another kind.
     """
     ordered = {slot: lead["orders"] for slot, lead in leads.items() if lead.get("orders") is not None}
-    if odd := [(slot, problem) for slot, orders in ordered.items() if (problem := problem_in(GangOrders, orders))]:
+    if odd := [(slot, problem) for slot, orders in ordered.items() if (problem := shapes.problem(Start, orders, only=IN_GANG))]:
         raise AdoptError(f"the agent of slot {odd[0][0]} has orders that belong to no gang: {odd[0][1]}")
     newest = max((orders["generation"] for orders in ordered.values()), default=None)
     if newest is None:

@@ -33,8 +33,8 @@ from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundle, Bundles, View, bundle_of, living_nodes
 from cluster.placement.cleanup import clear, find_agent
 from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
-from gangway.wire.agent_answers import TakenOver
-from gangway.wire.agent_orders import MachineOrders
+from gangway.wire.answers import TakenOver
+from gangway.wire.orders import MachineOrders
 
 AGENT_START_TIMEOUT_S = 60.0
 """How long an agent may take to answer once its bundle is reserved."""

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 from cluster.gang.calls import MailboxLike
 from cluster.hosts.config import HostsConfig
 from cluster.placement.waits import CheckStop
-from gangway.wire.agent_answers import Description, TakenOver
-from gangway.wire.agent_orders import MachineOrders
+from gangway.wire.answers import Description, TakenOver
+from gangway.wire.orders import MachineOrders
 
 
 class SlotLike(Protocol):

@@ -19,7 +19,7 @@ from cluster.hosts.process_env import megascale_env
 from cluster.placement import placement_groups, tpu_slices
 from cluster.placement.bundles import NOWHERE, Bundle, View, living_nodes
 from cluster.placement.waits import CheckStop, wait_until
-from gangway.wire.agent_orders import MachineOrders
+from gangway.wire.orders import MachineOrders
 
 
 class SliceGang(Gang):

@@ -15,7 +15,7 @@ from cluster.hosts.config import HostsConfig, bundle_resources
 from cluster.hosts.process_env import process_env
 from cluster.placement.bundles import Bundle
 from cluster.placement.cleanup import NAMESPACE, agent_name
-from gangway.wire.agent_answers import Description
+from gangway.wire.answers import Description
 
 MAX_CONCURRENCY = 16
 """How many calls an agent answers at a time; each long poll takes one for its whole time."""

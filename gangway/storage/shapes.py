@@ -17,12 +17,14 @@ SHOWN = 60
 
 
 @functools.cache
-def check_of(hint: Any) -> Check:
-    """Returns the check for a type. Keys that a TypedDict or a dataclass does not have are allowed, for a newer program may have
-    written them. An integer passes as a float, and a list as a tuple, as in JSON."""
+def check_of(hint: Any, only: frozenset[str] | None = None) -> Check:
+    """Returns the check for a type; with `only`, of these fields of a TypedDict alone. Keys that a TypedDict or a dataclass does
+    not have are allowed, for a newer program may have written them. An integer passes as a float, and a list as a tuple, as in
+    JSON."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if typing.is_typeddict(hint):
-        return _fields(_of_typed_dict(hint))
+        fields = _of_typed_dict(hint)
+        return _fields(fields if only is None else {name: fields[name] for name in only})
     if dataclasses.is_dataclass(hint):
         return _fields(_of_dataclass(typing.cast(type, hint)))
     return _plain(hint) if origin is None else _composed(origin, args)
@@ -38,9 +40,9 @@ def _composed(origin: Any, args: tuple[Any, ...]) -> Check:
     return _mapping(check_of(args[1])) if issubclass(origin, Mapping) else _sequence(origin, args)
 
 
-def problem(hint: Any, value: Any, name: str = "") -> str:
+def problem(hint: Any, value: Any, name: str = "", only: frozenset[str] | None = None) -> str:
     """Returns what is wrong with a value of that type, such as `step = 'a': expected int`; "" if nothing is."""
-    return check_of(hint)(value, name)
+    return check_of(hint, only)(value, name)
 
 
 def _plain(hint: Any) -> Check:

@@ -1,5 +1,5 @@
-"""The events that a training process sends to its agent: a schema for each, which mypy checks where one is made and where one is
-read.
+"""The events of a host, of its training process and of its agent: a schema for each, which mypy checks where one is made and
+where one is read.
 
 They travel as JSON lines, so they are dicts. `Runtime.emit` sends one:
 
@@ -11,16 +11,16 @@ and a reader that asks for `event["ev"]` knows the other fields:
         case "saved":
             print(event["path"])
 
-`gangway.wire.agent_events` has those that an agent sends by itself, and the fields by which an agent goes.
+Those of an agent come last. An agent passes on any JSON object of its process, and goes by a few fields of it: READ_BY_AGENT.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args, get_type_hints
 
-from gangway.errors import FailureKind
 from gangway.storage import shapes
 
 
@@ -227,6 +227,19 @@ class Notice(MachineTakenAway, Envelope):
     ev: Literal["notice"]
 
 
+class FailureKind(TypedDict):
+    """What an error says about trying again."""
+
+    kind: str
+    """user, data, non_finite, loss_spike, desync, out_of_memory, storage, transient, device (of this host), runtime (JAX's own,
+    of unknown cause), collateral (another host's failure), link (this host's or another one's)."""
+    deterministic: bool
+    mistake: NotRequired[bool]
+    """Whether it looks like a mistake."""
+    batch_indices: NotRequired[Sequence[int] | None]
+    """The batch index of each host, if they are out of step."""
+
+
 class ExceptionRaised(FailureKind, Envelope):
     """The process is about to end with an exception."""
 
@@ -279,6 +292,101 @@ Event = (
 )
 
 
+# ---------------------------------------------------------------------- events of the agent
+
+
+class Exit(Envelope):
+    """The process has ended, and the agent did not kill it."""
+
+    ev: Literal["exit"]
+    code: int | None
+    signal: int | None
+    log_tail: Sequence[str]
+    pid: int
+
+
+class Position(TypedDict):
+    """How far a process has come, by its last heartbeat; None before the first."""
+
+    step: int | None
+    batch_index: int | None
+
+
+class Overdue(Position, Envelope):
+    """The process has made no progress for longer than it may."""
+
+    ev: Literal["overdue"]
+    phase: str
+    limit_s: float
+    waited_s: float
+    stacks: str | None
+    state: str | None
+    """The state of the process in the kernel."""
+    log_tail: Sequence[str]
+
+
+class MachineNotice(MachineTakenAway, Envelope):
+    """The machine is about to be taken away."""
+
+    ev: Literal["notice"]
+    node: bool
+    """True if the machine gave notice; false if only the process got SIGTERM."""
+
+
+class StartFailed(Envelope):
+    """No process could be started for the generation."""
+
+    ev: Literal["exception"]
+    type: str
+    message: str
+    kind: str
+    traceback: str
+    step: None
+
+
+class Printed(Envelope):
+    """Lines that the process has printed. Only of hosts whose orders ask for it."""
+
+    ev: Literal["printed"]
+    lines: Sequence[str]
+    left_out: int
+    """How many lines before these were left out: its log has them."""
+
+
+AgentEvent = Exit | Overdue | MachineNotice | Note | StartFailed | Printed
+
+HostEvent = Event | AgentEvent
+"""An event of a host: of its training process, or of its agent."""
+
+AnyEvent = dict[str, Any]
+"""An event as it travels: any JSON object."""
+READ_BY_AGENT: Mapping[str, frozenset[str]] = {
+    kind: frozenset(fields)
+    for kind, fields in {
+        "phase": ("phase",),
+        "first_step": ("step",),
+        "heartbeat": ("step", "batch_index", "evaluated_batches"),
+        "saving": ("step",),
+        "saved": ("step",),
+        "save_failed": ("step",),
+        "profile": ("path",),
+        "exception": ("type", "message"),
+    }.items()
+}
+"""The fields of a process's events by which its agent goes."""
+MAX_MESSAGE, MAX_TRACEBACK = 4000, 20_000
+"""The letters that are kept of a message, and of a traceback. A library may put a whole array or a web page into one, and it
+would travel in events, lie in the run's files, and push others out of them."""
+
+
+def cut(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Returns the text, of a long one the beginning and the end, where the cause is. It says how much was left out."""
+    if len(text) <= limit:
+        return text
+    begin, end = limit * 2 // 3, limit // 3
+    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
+
+
 def problem_of(event: Mapping[str, Any]) -> str:
     """Returns what is wrong with an event of a process, as a sentence; "" if it is one of Event."""
     return problem_in(Event, event)
@@ -302,3 +410,26 @@ def _checks(schemas: Any) -> dict[str, list[shapes.Check]]:
         for name in get_args(get_type_hints(schema)["ev"]):
             found.setdefault(name, []).append(shapes.check_of(schema))
     return found
+
+
+def problem_for_driver(event: Any) -> str:
+    """Returns what is wrong with an event that an agent passed on, as a sentence; "" if it is one of HostEvent. What a training
+    process sends is checked there, too; but the user's code is in that process."""
+    if problem := problem_in(HostEvent, event):
+        return problem
+    at_s = event.get("t")
+    return "" if at_s is not None and math.isfinite(at_s) else f"t = {at_s}: expected a time"
+
+
+def problem_for_agent(event: Any) -> str:
+    """Returns why an agent cannot go by an event of its process; "" if it can."""
+    if not isinstance(event, dict) or not isinstance(event.get("ev"), str):
+        return "expected an object with `ev`"
+    fields = READ_BY_AGENT.get(event["ev"])
+    return "" if fields is None else shapes.problem(_schemas()[event["ev"]], event, only=fields)
+
+
+@functools.cache
+def _schemas() -> dict[str, type]:
+    """Returns the schema of each kind of event of a training process."""
+    return {kind: schema for schema in get_args(Event) for kind in get_args(get_type_hints(schema)["ev"])}

@@ -5,7 +5,8 @@ or of a precompilation, and later ones are commands. `read_preparation`, `read_o
 that this process does not know, a field that it does not know, a missing one and a wrong type are an OrderError.
 
 `NotRequired` fields may be absent: then the docstring says what holds. A driver and a process may be of different versions of the
-code, for a driver adopts a gang that runs. `gangway.wire.agent_orders` has the fields by which an agent goes.
+code, for a driver adopts a gang that runs. An agent passes orders on, and goes by a few fields of them: `agent_start` and the
+doors beside it let every other field pass.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, get_typ
 
 from gangway.config.section import did_you_mean
 from gangway.storage import shapes
+from gangway.wire import limits as limits_of
+from gangway.wire.limits import Limits
 
 SHOWN = 200
 """How many letters of an order that is not understood are shown."""
 
 
 class OrderError(ValueError):
-    """An order that a training process does not understand. The message names what is wrong with it."""
+    """An order that an agent or a training process does not understand. The message names what is wrong with it."""
 
 
 class Preparation(TypedDict):
@@ -33,14 +36,9 @@ class Preparation(TypedDict):
     arguments: dict[str, Any]
 
 
-class Member(TypedDict):
-    """Which part of which gang the process is."""
+class MachineOrders(TypedDict):
+    """The part of a host's orders that depends on its machine (`Gang.orders`)."""
 
-    host: int
-    """From 0: JAX's process index."""
-    num_hosts: int
-    coordinator: str
-    """`address:port` of host 0, where nobody has listened before."""
     local_device_ids: NotRequired[list[int] | None]
     """The GPUs of this process. Absent or None: all devices."""
     slice: NotRequired[int]
@@ -49,6 +47,16 @@ class Member(TypedDict):
     """The folder of JAX's compile cache. Absent or None: that of the environment."""
     env: NotRequired[dict[str, str]]
     """Variables to set before JAX looks for devices."""
+
+
+class Member(MachineOrders):
+    """Which part of which gang the process is."""
+
+    host: int
+    """From 0: JAX's process index."""
+    num_hosts: int
+    coordinator: str
+    """`address:port` of host 0, where nobody has listened before."""
 
 
 class Start(Member):
@@ -160,6 +168,40 @@ def _checked(message: Any, schemas: Sequence[type]) -> Mapping[str, Any]:
     if problem := shapes.problem(by_name[name], message):
         raise OrderError(f"the order {name!r}: {problem}. {_WAY_OUT}")
     return message
+
+
+IN_GANG = frozenset({"generation", "host", "num_hosts"})
+"""What the orders of a host say that belongs to a gang."""
+_FOR_AGENT = IN_GANG | {"limits", "shown_lines"}
+
+
+def agent_start(orders: Any) -> tuple[Start, Limits]:
+    """Returns the orders of `Start`, as far as an agent goes by them, and the limits in them. Of a process that belongs to no
+    gang, the host and the number of hosts may be absent: no driver can adopt it, and it cannot be profiled. Raises OrderError."""
+    present = orders.keys() if isinstance(orders, Mapping) else ()
+    _refuse("start", shapes.problem(Start, orders, only=_FOR_AGENT.intersection(present) | {"generation"}))
+    try:
+        return cast(Start, orders), limits_of.read(orders.get("limits", {}))
+    except ValueError as error:
+        raise OrderError(f"the order 'start': limits: {error}") from error
+
+
+def agent_command(message: Any) -> Command:
+    """Returns a line for a process that trains: the process alone checks more of it. Raises OrderError."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("cmd"), str):
+        raise OrderError(f"the order 'order': expected an object with `cmd`, found {message!r:.{SHOWN}}")
+    return cast(Command, message)
+
+
+def agent_profile(message: Any) -> Profile:
+    """Returns the message as the command to profile, whose answer has its id. Raises OrderError."""
+    _refuse("profile", shapes.problem(Profile, message, only=frozenset({"id"})))
+    return cast(Profile, agent_command(message))
+
+
+def _refuse(order: str, problem: str) -> None:
+    if problem:
+        raise OrderError(f"the order {order!r}: {problem}")
 
 
 _WAY_OUT = "If the code was changed under a run that goes on, stop the run and start it again: all its hosts need the same code"

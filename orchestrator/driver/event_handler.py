@@ -12,17 +12,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from gangway.wire import agent_events
 from gangway.wire.events import (
     AnomalyTreated,
     Evaluating,
     FirstStep,
     Heartbeat,
+    HostEvent,
     Joined,
+    MachineNotice,
     Metrics,
     Note,
     Notice,
     Preview,
+    Printed,
     Profile,
     RequestsFailed,
     RequestsMade,
@@ -30,6 +32,7 @@ from gangway.wire.events import (
     Saved,
     SaveFailed,
     course_left_at,
+    problem_for_driver,
 )
 from gangway.wire.phases import PHASES
 from orchestrator.board import BoardLike
@@ -39,7 +42,7 @@ from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
-from orchestrator.events import HostEvent, Level, Status, problem_of
+from orchestrator.events import Level, Status
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
@@ -151,7 +154,7 @@ class EventHandler:
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
         """Whether an event is one of this generation. One that is no event is dropped, and reported once for each host."""
-        if problem := problem_of(event):
+        if problem := problem_for_driver(event):
             kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
             if (host, kind) not in self._odd:
                 self._odd.add((host, kind))
@@ -293,7 +296,7 @@ class EventHandler:
             for bad in event["skipped"]:
                 self.note(f"checkpoint {bad['step']} was not used: {bad['why']}", "warning")
 
-    def _on_said(self, host: int, event: Note | agent_events.Note | agent_events.Printed | Evaluating) -> None:
+    def _on_said(self, host: int, event: Note | Printed | Evaluating) -> None:
         if event["ev"] == "evaluating":
             self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
         elif event["ev"] == "printed":
@@ -307,7 +310,7 @@ class EventHandler:
         else:
             self.outages.made(event["counts"])
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
+    def _on_warning(self, host: int, event: SaveFailed | Notice | MachineNotice) -> None:
         if event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:

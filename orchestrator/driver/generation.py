@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gangway.stop_reason import StopReason
-from gangway.wire.agent_events import MachineNotice, Overdue
-from gangway.wire.events import AnomalyTreated, Done, FirstStep, Notice
+from gangway.wire.events import AnomalyTreated, Done, FirstStep, HostEvent, MachineNotice, Notice, Overdue
 from gangway.wire.phases import PHASES
-from orchestrator.events import HostEvent
 from orchestrator.run_state.incidents import Action
 
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)

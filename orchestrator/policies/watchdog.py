@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gangway.wire.agent_limits import Limits
+from gangway.wire.limits import Limits
 from gangway.wire.phases import PHASES
 
 

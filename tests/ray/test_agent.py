@@ -18,7 +18,7 @@ from cluster.agent import standby as standby_module
 from cluster.agent import state as state_module
 from cluster.agent.agent import HostAgent
 from cluster.agent.driver_lease import StaleDriver
-from gangway.wire.agent_orders import OrderError
+from gangway.wire.orders import OrderError
 from tests.programs.processes import is_gone, wait_until
 
 LONG_S = 60.0

@@ -22,9 +22,9 @@ from cluster.agent.state import AgentState
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
 from gangway.wire import orders as orders_of
-from gangway.wire.agent_answers import Description, TakenOver
-from gangway.wire.agent_events import ProcessEvent
-from gangway.wire.agent_orders import MachineOrders
+from gangway.wire.answers import Description, TakenOver
+from gangway.wire.events import Event
+from gangway.wire.orders import MachineOrders
 from tests.event_schema import check_event
 
 EPOCH_S = 1_000_000.0
@@ -188,7 +188,7 @@ class Process:
     def tell(self, event: dict[str, Any]) -> None:
         told = {"t": self.agent.clock(), "generation": self.generation, **event}
         check_event(told, "host")
-        self.agent.feed(inputs.Said(self.record, cast(ProcessEvent, told)))
+        self.agent.feed(inputs.Said(self.record, cast(Event, told)))
 
     def tell_progress(self) -> None:
         """Sends a heartbeat, if there is something new: not at every step, for nobody reads them between two polls."""

@@ -33,8 +33,8 @@ ASSUMED_OF_THE_MACHINE = {"gangway": set(), "trainers": {"gangway", "jax", "jaxl
 FLOORS = {
     "gangway": (
         ("config", "first_line", "foreign_errors", "program", "published", "stop_reason", "storage", "surroundings"),
-        ("errors", "terminal"),
         ("wire",),
+        ("errors", "terminal"),
     ),
     "trainers": (
         (
@@ -253,8 +253,9 @@ def imported_with(*modules: str) -> set[str]:
 
 
 def test_the_command_answers_without_waiting_for_anything():
-    assert {top(module) for module in imported_with("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {"trainers",
-        "cluster"
+    assert {top(module) for module in imported_with("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {
+        "trainers",
+        "cluster",
     }
 
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gangway.errors import cut
 from gangway.stop_reason import StopReason
-from gangway.wire.events import Event, MachineTakenAway, problem_of
+from gangway.wire.events import Event, MachineTakenAway, cut, problem_of
 from gangway.wire.orders import Profile
 from trainers.runtime.plain import number, plain, whole_number
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from gangway.errors import CoordinatorError, cut
+from gangway.errors import CoordinatorError
+from gangway.wire.events import cut
 from trainers.jax_internals import distributed
 from trainers.runtime.context import current
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from cluster.agent.process_record import note
-from gangway import errors
-from gangway.wire import agent_events
+from gangway.wire.events import cut
 from trainers import runtime, worker
 
 LONG = "first line " + "x" * (8 << 20) + " the cause"
@@ -21,8 +18,7 @@ def raised():
         return error
 
 
-@pytest.mark.parametrize("cut", [errors.cut, agent_events.cut])
-def test_the_beginning_and_the_end_stay(cut):
+def test_the_beginning_and_the_end_stay():
     found = cut(LONG)
     assert found.startswith("first line x")
     assert found.endswith("x the cause")
@@ -40,5 +36,5 @@ def test_an_exception_is_an_event_of_a_few_pages(events):
 
 def test_a_note_is_cut_on_both_sides_of_the_pipe(events):
     runtime.current().note(LONG)
-    assert len(agent_events[-1]["message"]) < 4100
+    assert len(events[-1]["message"]) < 4100
     assert len(note(LONG, 0.0)["message"]) < 4100

@@ -11,7 +11,7 @@ from cluster.agent.inputs import Now
 from cluster.agent.process_record import ExitStatus, ProcessRecord
 from cluster.agent.standby import MAX_DEATHS
 from cluster.agent.state import AgentState, HaltedError
-from gangway.wire.agent_orders import OrderError
+from gangway.wire.orders import OrderError
 
 LEASE_S = 100.0
 WARM = {"t": 0.0, "ev": "warm"}

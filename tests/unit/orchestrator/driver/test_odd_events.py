@@ -10,7 +10,7 @@ import pytest
 from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Finished, Generation
-from orchestrator.events import problem_of
+from gangway.wire.events import problem_for_driver as problem_of
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress

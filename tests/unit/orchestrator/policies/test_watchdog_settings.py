@@ -4,8 +4,8 @@ import dataclasses
 import json
 import re
 
-from gangway.wire.agent_limits import FIRST_PHASE, FIRST_STEP, STEPS
-from gangway.wire.agent_orders import read_start
+from gangway.wire.limits import FIRST_PHASE, FIRST_STEP, STEPS
+from gangway.wire.orders import agent_start
 from gangway.wire.phases import PHASES
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.run_state.goodput import CATEGORIES
@@ -31,7 +31,7 @@ def test_the_limits_travel_by_the_names_of_the_phases():
     orders = WatchdogConfig(compile_s=40, silent_s=None).orders()
     assert orders["phases"].keys() == PHASES.keys() - {STEPS}
     assert (orders["phases"]["diagnose"], orders["silent_s"]) == (40, None)
-    _, limits = read_start({"generation": 0, "limits": json.loads(json.dumps(orders))})
+    _, limits = agent_start({"generation": 0, "limits": json.loads(json.dumps(orders))})
     assert limits == WatchdogConfig(compile_s=40, silent_s=None).limits()
 
 

@@ -13,7 +13,7 @@ import pytest
 from cluster.agent.watchdog import Watchdog
 from gangway.errors import LossSpikeError, NonFiniteLossError
 from gangway.stop_reason import StopReason
-from gangway.wire.agent_limits import Limits
+from gangway.wire.limits import Limits
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer

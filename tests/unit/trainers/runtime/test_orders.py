@@ -25,7 +25,7 @@ START = {"cmd": "start", "generation": 0, "host": 0, "num_hosts": 1, "coordinato
             {**START, "skip_batch": [1]},
             "'start' has no field 'skip_batch'; did you mean skip_batches?",
         ),
-        (orders.read_orders, {**START, "zzz": 1}, "the order 'start' has no field 'zzz'; the fields are host, num_hosts"),
+        (orders.read_orders, {**START, "zzz": 1}, "the order 'start' has no field 'zzz'; the fields are local_device_ids, slice"),
         (orders.read_orders, {**START, "host": "0"}, "the order 'start': host = '0': expected int"),
         (orders.read_orders, {**START, "driver_term": None}, "the order 'start': driver_term = None: expected int"),
         (orders.read_orders, {"cmd": "start", "host": 0}, "the order 'start': num_hosts is missing"),

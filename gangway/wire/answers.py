@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
-from gangway.wire.agent_events import Event, Exit, Heartbeat, MachineNotice, Overdue, Raised
-from gangway.wire.agent_orders import StartOrders
+from gangway.wire.events import AnyEvent, ExceptionRaised, Exit, Heartbeat, MachineNotice, Overdue
+from gangway.wire.orders import Start
 
 
 class RayNode(TypedDict):
@@ -35,7 +35,7 @@ class TakenOver(Description):
 
     generation: int | None
     """That of the newest `start`; None before the first."""
-    orders: StartOrders | None
+    orders: Start | None
     alive: bool
     """It has a process, or waits for one."""
     done: bool
@@ -58,10 +58,10 @@ class Told(TypedDict):
 
     cursor: int
     """For the next question."""
-    events: list[Event]
+    events: list[AnyEvent]
     missed: NotRequired[int]
     """How many events were dropped before they were read. Absent: none."""
-    facts: NotRequired[list[Event]]
+    facts: NotRequired[list[AnyEvent]]
     """What is known of the generation. Only where events were missed."""
 
 
@@ -88,7 +88,7 @@ class PostMortem(TypedDict):
     pid: int | None
     exit: Exit | None
     """None if the agent killed it."""
-    exception: Raised | None
+    exception: ExceptionRaised | None
     last_heartbeat: Heartbeat | None
     batch_index: int | None
     phase: str | None
@@ -114,9 +114,9 @@ class Halted(PostMortem, LogPaths, Findings):
     """The state of the process in the kernel now. Absent once it is gone."""
     cursor: NotRequired[int]
     """As in `Told`, and so the next three. Absent if the caller gave no cursor."""
-    events: NotRequired[list[Event]]
+    events: NotRequired[list[AnyEvent]]
     missed: NotRequired[int]
-    facts: NotRequired[list[Event]]
+    facts: NotRequired[list[AnyEvent]]
 
 
 class Profiled(TypedDict):
