@@ -52,7 +52,7 @@ def facts(config: Any, room: float | None = None) -> dict[str, Any]:
     from cluster.hosts import compiler_flags
     from cluster.hosts import config as hosts_config
     from cluster.hosts.tpu import topology_name
-    from orchestrator.planning import hardware, memory
+    from orchestrator.planning import hardware
     from orchestrator.planning.child import TIMEOUT_S, Child
     from trainers.config.model import AUTO, CHOICES
 
@@ -66,7 +66,7 @@ def facts(config: Any, room: float | None = None) -> dict[str, Any]:
         devices |= {"topology": topology_name(hosts.accelerator, hosts.topology), "slices": hosts_config.max_slices(hosts)}
     else:
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices['count']}"
-    if room is None and (known := memory.room(hosts, hardware.of(hosts.kind, hosts.accelerator, None))) is not None:
+    if room is None and (known := hardware.room(hosts, hardware.of(hosts.kind, hosts.accelerator, None))) is not None:
         room = known.of_device
     tries = len(CHOICES) if config.training.model.remat == AUTO else 1
     with Child("trainers.planning.program", config, {"devices": devices, "room": room}, env, tries * TIMEOUT_S) as child:

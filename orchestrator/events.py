@@ -27,7 +27,7 @@ class RunStarted(TypedDict):
 class Status(TypedDict):
     ev: Literal["status"]
     state: str
-    """A label of `gangway.wire.phases.PHASES`, or a state of the driver."""
+    """A label of `gangway.wire.limits.PHASES`, or a state of the driver."""
     message: NotRequired[str]
 
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from gangway.config.masking import masked
 from gangway.storage import documents
-from gangway.storage.probe import check_writable
-from gangway.storage.refused import no_folder_if_refused
+from gangway.storage.probe import check_writable, no_folder_if_refused
 from gangway.terminal import outlives_terminal
 from orchestrator.board import Board, BoardLike, start_remote_board
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
@@ -32,9 +31,8 @@ from orchestrator.planning import report
 from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
 from orchestrator.run_state import fresh
-from orchestrator.run_state.finished import finished_at
 from orchestrator.run_state.lease import RunInUse, check_free
-from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, read_outcome
+from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, finished_at, read_outcome
 from orchestrator.run_state.summary import SUMMARY
 from orchestrator.run_state.versions import check_versions
 from orchestrator.tracking import tags

@@ -75,11 +75,11 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
     PlanError if the compiler failed."""
     from orchestrator import compile as compiling
     from orchestrator.config.job import build, to_dict
-    from orchestrator.planning import hardware, memory, report
+    from orchestrator.planning import hardware, report
 
     estimate = report.check(config)
     device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
-    room = memory.room(config.hosts, device)
+    room = hardware.room(config.hosts, device)
     step = compiled(config, room, remedies=remedies)
     facts = step["facts"]
     found: dict[str, Any] = {
@@ -110,10 +110,10 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
 
 def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[str, Any]:
     """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does. `room`
-    (`orchestrator.planning.memory`) judges where the compiler knows no limit."""
+    (`orchestrator.planning.hardware`) judges where the compiler knows no limit."""
     from orchestrator import compile as compiling
     from orchestrator.config.job import ConfigError, build, to_dict
-    from orchestrator.planning.memory import DOES_NOT_FIT
+    from orchestrator.planning.hardware import DOES_NOT_FIT
 
     def facts_of(config: Any) -> dict[str, Any]:
         facts = compiling.facts(config, None if room is None else room.of_device)

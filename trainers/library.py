@@ -35,9 +35,8 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.frozen import BASE
-from trainers.config.keywords import NO_END, as_given, plain, put, unknown
-from trainers.config.pieces import PiecesArguments
-from trainers.console.of_events import lines
+from trainers.config.keywords import NO_END, PiecesArguments, as_given, plain, put, unknown
+from trainers.console.view import lines
 from trainers.data.sources import pieces
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
@@ -49,7 +48,7 @@ from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.model_design import evaluated_parameters
 
-ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
+ARGUMENTS, TASK = "trainers.config.keywords:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
 DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
 BASE_TRAINER, TRAINER = "trainers.base:BaseTrainer", "trainers.library:PiecesTrainer"
 Row = dict[str, float]

@@ -258,7 +258,7 @@ def leave() -> None:
 def result(trainer: Any) -> Result:
     from gangway.stop_reason import StopReason
     from trainers import runtime
-    from trainers.runtime.plain import plain
+    from trainers.runtime.context import plain
 
     host, output = runtime.current(), getattr(trainer, "output", None)
     reason = host.stop_reason or StopReason.MAX_STEPS

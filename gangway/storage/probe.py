@@ -1,11 +1,12 @@
-"""Finds out whether a run's storage can do what a run needs, before a machine is taken. Without JAX."""
+"""Whether a run's storage can do what a run needs, found out before a machine is taken; a refused run leaves no folder."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from gangway.storage import mounts, ours
@@ -95,3 +96,18 @@ def _rename_a_folder(root: str, name: str) -> None:
     finally:
         with suppress(OSError):
             ours.delete(folder, ours.PROBE)
+
+
+@contextmanager
+def no_folder_if_refused(path: str) -> Iterator[None]:
+    """Removes the folder and those above it again, if they are made within and an error leaves them empty. A URL has no
+    folders."""
+    folder = Path(path)
+    made = [] if is_url(path) else [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first that has something in it ends this
+            for each in made:
+                ours.delete_empty(each)
+        raise

@@ -44,7 +44,7 @@ class Warm(Envelope):
 class PhaseEntered(Envelope):
     ev: Literal["phase"]
     phase: str
-    """A name from `gangway.wire.phases.PHASES`."""
+    """A name from `gangway.wire.limits.PHASES`."""
 
 
 class Joined(Envelope):

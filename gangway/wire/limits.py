@@ -1,4 +1,5 @@
-"""The limits of a process without progress, as they come with its orders: how long each phase, a step and a save may take."""
+"""The phases of a training process, in one table, and the limits of a process without progress, as they come with its orders: how
+long each phase, a step and a save may take."""
 
 from __future__ import annotations
 
@@ -53,3 +54,31 @@ def read(limits: Mapping[str, Any]) -> Limits:
         if value is not None and (type(value) not in (int, float) or value < 0):
             raise ValueError(f"{name} = {value!r:.50}: expected a number, at least 0")
     return Limits(**limits)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a training process. The process reports it: `trainers.runtime.current().phase(name)`."""
+
+    category: str
+    """The category of its seconds in the goodput ledger (`orchestrator/run_state/goodput.py`)."""
+    label: str
+    """The state that the console shows while the least advanced host is in it."""
+    limit: str | None = None
+    """The setting of `driver.watchdog` with its limit; None: the limit follows from the step times."""
+    before_first_step: bool = False
+
+
+PHASES: Mapping[str, Phase] = {
+    "import": Phase("import", "importing", "import_s", before_first_step=True),
+    "join": Phase("join", "joining", "join_s", before_first_step=True),
+    "restore": Phase("restore", "restoring", "restore_s", before_first_step=True),
+    "compile": Phase("compile", "compiling", "compile_s", before_first_step=True),
+    "train": Phase("step", "training", before_first_step=True),
+    "evaluate": Phase("evaluation", "evaluating", "evaluate_s"),
+    "preview": Phase("evaluation", "generating previews", "preview_s"),
+    "diagnose": Phase("detection", "diagnosing", "compile_s"),
+    "save": Phase("checkpoint", "saving", "save_s"),
+    "finish": Phase("finish", "finishing", "finish_s"),
+}
+"""In the order of a start. A gang is in the phase of its least advanced host."""

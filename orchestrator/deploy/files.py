@@ -19,8 +19,7 @@ from cluster.hosts.tpu import generation
 from gangway.storage import documents, durable
 from orchestrator.config.job import ConfigError, JobConfig, given, to_dict
 from orchestrator.deploy import paths, refusals, secrets
-from orchestrator.deploy.machines import TPUS
-from orchestrator.deploy.request import Request
+from orchestrator.deploy.request import TPUS, Request
 from orchestrator.shipped.files import CONFIGS, folder_of
 
 SAVE_S = 300

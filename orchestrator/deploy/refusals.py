@@ -12,8 +12,7 @@ from gangway.config.section import did_you_mean
 from gangway.storage import documents
 from orchestrator.config.job import JobConfig, to_dict
 from orchestrator.deploy import paths, secrets
-from orchestrator.deploy.machines import GPUS_OF_MACHINES
-from orchestrator.deploy.request import TARGETS, Request
+from orchestrator.deploy.request import GPUS_OF_MACHINES, TARGETS, Request
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
 """Folders that each machine has for itself."""

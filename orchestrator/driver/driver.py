@@ -23,14 +23,14 @@ from gangway.wire import orders
 from gangway.wire.orders import Preparation, Start
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
-from orchestrator.driver.ask_hosts import ask_hosts
-from orchestrator.driver.errors import StoppedOnRequest, Superseded, TimeIsUp, TrainingFailed
+from orchestrator.driver.ending import StoppedOnRequest, Superseded, TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Finished, Generation, Paused
 from orchestrator.driver.halt import (
     AGENT_TIMEOUT_S,
     Findings,
     Halt,
+    ask_hosts,
     final_error,
     find_cause,
     lost_hosts,

@@ -1,4 +1,4 @@
-"""How a launch has ended, by what happened: how far it has trained, and what of that is saved. Pure."""
+"""How a launch ends: the exceptions of a driver, how far it has trained, and what of that is saved. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gangway.stop_reason import StopReason
-from orchestrator.driver.errors import StoppedOnRequest, TrainingFailed
+
+
+class TrainingFailed(Exception):
+    """The run cannot go on; the message is for the user."""
+
+
+class StoppedOnRequest(TrainingFailed):
+    """Somebody has asked for a stop where no gang trained that could save, or the gang did not stop in time."""
+
+
+class TimeIsUp(Exception):
+    """The time limit has passed, and the hosts could not stop by themselves. Not a failure: the run has a checkpoint."""
+
+
+class Superseded(Exception):
+    """Another driver has taken the run. This one must stop."""
+
 
 Status = Literal["finished", "stopped", "failed"]
 

@@ -1,8 +1,8 @@
 """Handles the events of the hosts: passes them to the generation, the goodput ledger, tracking, Ray Train and the console.
 
 The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again, and in
-the place of those that an agent has dropped its facts (`cluster.agent.facts`). Events that the previous driver has handled only
-rebuild the `Generation`; the others are handled as usual.
+the place of those that an agent has dropped its facts (`cluster.agent.event_log`). Events that the previous driver has handled
+only rebuild the `Generation`; the others are handled as usual.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
+from gangway.storage import failed_requests, usage
 from gangway.wire.events import (
     AnomalyTreated,
     Evaluating,
@@ -34,18 +35,17 @@ from gangway.wire.events import (
     course_left_at,
     problem_for_driver,
 )
-from gangway.wire.phases import PHASES
+from gangway.wire.limits import PHASES
 from orchestrator.board import BoardLike
 from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
-from orchestrator.driver.host_times import HostTimes
-from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
 from orchestrator.events import Level, Status
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
+from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
@@ -391,3 +391,88 @@ class EventHandler:
 
     def note(self, message: str, level: Level = "info") -> None:
         self.board.post({"ev": "note", "message": message, "level": level})
+
+
+BATCHES = 20
+"""The least length of an interval, in batches; it doubles with the run, so that a long run has no more lines than a short one."""
+INTERVALS = 200
+
+
+class HostTimes:
+    """Keeps, for each host, the busy seconds at the beginning of the present interval. Pure."""
+
+    def __init__(self) -> None:
+        self._every = BATCHES
+        self._first: dict[int, tuple[int, float]] = {}
+        self._latest: dict[int, tuple[int, float]] = {}
+        self._num_intervals = 0
+
+    def observe(self, host: int, batch_index: int, busy_s: float) -> list[float] | None:
+        """Takes what a heartbeat says: the busy seconds of its process so far. Returns the busy seconds of a step of each host,
+        from host 0 on, when an interval has ended for all hosts; else None."""
+        if self._went_back(host, batch_index, busy_s):
+            self._first, self._latest = {}, {}
+        self._first.setdefault(host, (batch_index, busy_s))
+        self._latest[host] = (batch_index, busy_s)
+        spans = {host: self._latest[host][0] - first for host, (first, _) in self._first.items()}
+        if min(spans.values()) < self._every or [*sorted(spans)] != [*range(len(spans))]:
+            return None
+        shown = [round((self._latest[host][1] - self._first[host][1]) / spans[host], 6) for host in sorted(spans)]
+        self._first = dict(self._latest)
+        self._num_intervals += 1
+        if self._num_intervals % INTERVALS == 0:
+            self._every *= 2
+        return shown
+
+    def _went_back(self, host: int, batch_index: int, busy_s: float) -> bool:
+        """Whether the process of the host is another one, whose seconds begin at 0, or has restored an older checkpoint.
+
+        The present interval then has no end: it begins anew for all hosts, which may be others."""
+        batches, seconds = self._latest.get(host, (batch_index, busy_s))
+        return batch_index < batches or busy_s < seconds
+
+
+QUIET_S = 30.0
+"""After so long without a failure the storage is there again. A request without an answer fails after 20 s, and is made again."""
+
+
+class Outages:
+    """Counts the requests of the hosts and of this process, and notes when they fail. Only the driver's thread may call it."""
+
+    def __init__(self, progress: Progress, note: Callable[[str, Level], None], clock: Callable[[], float]):
+        self._progress, self._note, self._clock = progress, note, clock
+        self._number = 0
+        """Of those that failed since the storage was last there."""
+        self._began_s = self._last_s = 0.0
+        self._why = ""
+
+    def failed(self, number: int, why: str, who: str) -> None:
+        """`why` is that of the last one."""
+        if self._number == 0:
+            self._began_s = self._clock()
+            line = f"requests to the storage fail (the first of {who}): {why}; training goes on, and they are tried again"
+            self._note(line, "warning")
+        self._number, self._last_s, self._why = self._number + number, self._clock(), why
+        self._progress.failed_requests += number
+
+    def look(self) -> None:
+        """Called often: counts those of this process, and says when it is over."""
+        self.made(usage.HERE.take())
+        number, why = failed_requests.HERE.take()
+        if number:
+            self.failed(number, why, "the driver")
+        if self._number and self._clock() - self._last_s > QUIET_S:
+            self._note(f"the storage answers again; until then {self._so_far()}", "info")
+            self._number = 0
+
+    def made(self, counts: Mapping[str, int]) -> None:
+        """Counts requests and bytes, by kind."""
+        for kind, number in counts.items():
+            self._progress.requests[kind] = self._progress.requests.get(kind, 0) + number
+
+    def evidence(self) -> dict[str, str]:
+        """Returns what an incident that happens now should tell; empty if the storage is there."""
+        return {"storage": f"{self._so_far()}: {self._why}"} if self._number else {}
+
+    def _so_far(self) -> str:
+        return f"{self._number} requests to it failed in {self._last_s - self._began_s:.0f} s"

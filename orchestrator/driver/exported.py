@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gangway.wire.events import Heartbeat
-from gangway.wire.phases import PHASES
+from gangway.wire.limits import PHASES
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus

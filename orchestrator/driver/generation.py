@@ -12,7 +12,7 @@ from typing import Any
 
 from gangway.stop_reason import StopReason
 from gangway.wire.events import AnomalyTreated, Done, FirstStep, HostEvent, MachineNotice, Notice, Overdue
-from gangway.wire.phases import PHASES
+from gangway.wire.limits import PHASES
 from orchestrator.run_state.incidents import Action
 
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)

@@ -10,15 +10,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.gang.calls import AgentGone, NoAnswer, gather
 from cluster.gang.gang_like import Asked
 from gangway.errors import CodeMissingError
 from gangway.storage import documents, durable, ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
-from orchestrator.driver.ask_hosts import ask_hosts
 from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
+
+
+def ask_hosts(
+    gang: Asked,
+    generation: Generation,
+    ask: Callable[[int], Any],
+    limits_s: Mapping[int, float],
+    clock: Callable[[], float],
+) -> dict[int, Any]:
+    """Makes the call `ask(host)` for each host of `limits_s`; returns the answers that come within these times, by host.
+
+    Raises what an agent's method raised, such as StaleDriver.
+    """
+    answers = gather(gang.mailbox(), ask, limits_s, clock)
+    for host, answer in answers.items():
+        if isinstance(answer.error, AgentGone | NoAnswer):
+            generation.lose_agent(host)
+        elif answer.error is not None:
+            raise answer.error
+    return {host: answer.value for host, answer in answers.items() if answer.error is None}
+
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""

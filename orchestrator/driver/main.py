@@ -11,8 +11,7 @@ from cluster.hosts.process_env import PRIVATE_UMASK
 from gangway.storage import documents
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig, resolved_yaml, shown
-from orchestrator.driver.ending import Ending, Progress, ending
-from orchestrator.driver.errors import Superseded, TrainingFailed
+from orchestrator.driver.ending import Ending, Progress, Superseded, TrainingFailed, ending
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.report.child import write_report

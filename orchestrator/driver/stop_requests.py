@@ -8,7 +8,7 @@ from gangway.stop_reason import StopReason
 from gangway.wire import orders
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
-from orchestrator.driver.errors import StoppedOnRequest
+from orchestrator.driver.ending import StoppedOnRequest
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Membership

@@ -10,7 +10,7 @@ from gangway.config.section import parse_duration_s
 from gangway.stop_reason import StopReason
 from gangway.wire import orders
 from orchestrator.config.job import JobConfig
-from orchestrator.driver.errors import TimeIsUp, TrainingFailed
+from orchestrator.driver.ending import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.state import DriverState

@@ -19,7 +19,7 @@ STOPPED, IN_SYSTEM_CALL = ("T", "t"), "D"
 """Letters of kernel states. Stopped: no line of the program runs. In a system call: the main thread waits in the kernel."""
 
 WAITING = {
-    "wait_for_device trainers/parallel/device.py": "the device",
+    "wait_for_device trainers/parallel/platform.py": "the device",
     "__call__ trainers/runtime/executables.py": "the device",
     "__call__ jax/_src/interpreters/pxla.py": "the device",
     "block_until_ready jax/_src/api.py": "the device",
@@ -43,7 +43,7 @@ CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
 """The prefix of the names of our threads that write a checkpoint."""
 LAUNCHER = "trainers/worker.py"
-WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/parallel/device.py")
+WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/parallel/platform.py")
 """Frames of these files are skipped: a person wants to see their caller."""
 
 PY_SPY_THREAD = re.compile(r'Thread \w+ \([^)]*\)(?:: "(?P<name>.*)")?$')

@@ -1,4 +1,5 @@
-"""What a device of each kind can do, and how much of it training reaches. Figures of the vendors, and of published runs.
+"""What a device of each kind can do, how much of it training reaches, and whether a compiled step has room on one. Figures of the
+vendors, and of published runs.
 
 TPU: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100, H100 and H200 (SXM). The peaks are
 those that the metric `mfu` is computed from. What training reaches is the middle of published utilizations of dense models in
@@ -8,9 +9,13 @@ bfloat16: of MaxText's and AXLearn's for TPUs, of both and of Megatron's for GPU
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.hosts import config as hosts_config
+from cluster.hosts.config import HostsConfig
 from gangway.config.section import did_you_mean
+from trainers.metrics.host_usage import bytes_of_machine
 from trainers.metrics.peak_flops import peak_flops_per_s
 
 GB = 1e9
@@ -97,3 +102,39 @@ def of(kind: str, accelerator: str | None, given: str | None) -> Hardware | None
     word = (given or accelerator or "").lower().partition("-")[0].removeprefix("tpu")
     word = {"v5litepod": "v5e", "v5lite": "v5e"}.get(word, word)
     return DEVICES.get(word) if kind != "cpu" else None
+
+
+DOES_NOT_FIT = "does not fit in the memory"
+"""What the compiler for TPUs says (`trainers.planning.program`), and what is said here."""
+
+
+@dataclass(frozen=True)
+class Room:
+    of_device: float
+    """Bytes."""
+    counted: str
+    """Which number of a compiled step must be below it: its `peak`, or its `arguments` alone where the peak is an upper bound."""
+    source: str
+    """Where the limit comes from, for people."""
+
+    def lacks(self, memory: Mapping[str, int]) -> str:
+        """Returns why a step that needs this memory does not fit; empty if it does."""
+        need = memory[self.counted]
+        if need <= self.of_device:
+            return ""
+        what = "at its peak" if self.counted == "peak" else "for state and batch alone"
+        gigabytes = f"{need / 1e9:.3g} GB {what}, and a device has {self.of_device / 1e9:.3g} GB"
+        return f"the step {DOES_NOT_FIT} of a device: it needs {gigabytes} ({self.source})"
+
+
+def room(hosts: HostsConfig, device: Hardware | None) -> Room | None:
+    """Returns the room of a device; None where nothing is known of it. On CPUs it is a share of this machine's memory, unless the
+    hosts are on machines of their own. The compiler for CPUs, which stands for that of GPUs, needs more for what is temporary."""
+    if hosts.kind == "cpu":
+        if hosts_config.spreads(hosts):
+            return None
+        devices = hosts_config.num_devices(hosts)
+        return Room(bytes_of_machine() / devices, "peak", f"{devices} share this machine")
+    if device is None:
+        return None
+    return Room(device.memory_bytes, "arguments" if hosts.kind == "gpu" else "peak", device.name)

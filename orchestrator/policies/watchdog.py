@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gangway.wire.limits import Limits
-from gangway.wire.phases import PHASES
+from gangway.wire.limits import PHASES, Limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
-"""The charts of a report, as specifications of Vega-Lite. Pure."""
+"""The charts of a report, as specifications of Vega-Lite, of curves with fewer points. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.report.drawing import GOOD, MUTED, SAVING, SERIES, STARTING, SURFACE, TEXT, TROUBLE, WAITING
-from orchestrator.report.thinned import thinned
 from orchestrator.report.timeline import Timeline
 
 Chart = dict[str, Any]
@@ -227,3 +228,36 @@ def _title(title: str, unit: str) -> dict[str, Any]:
 
 def _height(end: dict[str, Any]) -> float:
     return float(end["y"])
+
+
+MAX_POINTS = 600
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Returns at most `most` of the points, in their order; points that are not finite are left out."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    if len(finite) <= most:
+        return finite
+    num_parts = most // 2
+    kept: list[tuple[float, float]] = []
+    for part in range(num_parts):
+        of_part = finite[len(finite) * part // num_parts : len(finite) * (part + 1) // num_parts]
+        ends = {min(of_part, key=lambda point: point[1]), max(of_part, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def smoothed(points: Sequence[tuple[float, float]], share: float = 0.02) -> list[tuple[float, float]]:
+    """Returns the running mean over so large a share of the points."""
+    size = max(1, int(len(points) * share))
+    if size == 1:
+        return list(points)
+    total, result = 0.0, []
+    window: deque[float] = deque()
+    for x, y in points:
+        window.append(y)
+        total += y
+        if len(window) > size:
+            total -= window.popleft()
+        result.append((x, total / len(window)))
+    return result

@@ -10,8 +10,8 @@ from typing import Any
 from gangway.published import RATES, SYSTEM, counted, number
 from gangway.storage.usage import REQUESTS
 from orchestrator.report import charts, drawing, timeline
+from orchestrator.report.charts import smoothed
 from orchestrator.report.record import Record
-from orchestrator.report.thinned import smoothed
 from orchestrator.reporting.text import action_of
 from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, overview

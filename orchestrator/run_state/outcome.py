@@ -1,14 +1,19 @@
-"""The outcome: the document that says how a launch ended. A restarted driver that finds it does nothing else."""
+"""The outcome: the document that says how a launch ended. A restarted driver that finds it does nothing else, and a run that is over
+is not begun again."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument
-from orchestrator.run_state.stored import OUTCOME_KIND
+from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
+from orchestrator.run_state.summary import training_digest
+from trainers.checkpoint import committed, layout
 
 FILE = OUTCOME_KIND.name
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
@@ -41,3 +46,34 @@ def set_damaged_aside(run_dir: str | os.PathLike[str]) -> str | None:
 
 def _path(run_dir: str | os.PathLike[str]) -> str:
     return documents.join(run_dir, OUTCOME_KIND.name)
+
+
+def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
+    """Returns the step at which the training of this configuration is complete already, and saved; None if there may be
+    something to do, or if that is not known.
+
+    It is complete if a launch finished with the same settings of training, or if its last checkpoint is at `max_num_steps`.
+    """
+    if documents.is_url(run_dir):
+        return None
+    try:
+        outcome, summary = (kind.read(documents.join(run_dir, kind.name)) for kind in (OUTCOME_KIND, SUMMARY_KIND))
+        step = _whole_step(Path(run_dir))
+    except (OSError, documents.StorageError):
+        return None  # the launch itself finds out what is wrong, and says so
+    if outcome is None or summary is None or step is None:
+        return None
+    if outcome.get("status") != "finished" or outcome.get("launch_id") != summary.get("launch_id"):
+        return None
+    limit = configuration.get("max_num_steps")
+    same = summary.get("training_digest") == training_digest(configuration)
+    return step if same or (limit is not None and step >= limit) else None
+
+
+def _whole_step(run_dir: Path) -> int | None:
+    """Returns the step of the newest checkpoint, if it is whole and no newer one was ever committed."""
+    folder = run_dir / CHECKPOINTS
+    newest = max(layout.steps(folder), default=None)
+    if newest is None or newest != committed.of_run(run_dir, folder).step:
+        return None
+    return newest if layout.is_whole(layout.at(folder, newest)) else None

@@ -4,18 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gangway.storage import identity
 from orchestrator.failures.history import PastFailure
-from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, NAME, Entry
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.stored import Moment, clock_step_s
-from orchestrator.run_state.time_used import TimeUsed
 from trainers.checkpoint.committed import Committed
+
+
+class TimeUsed:
+    """Counts from when the processes of a launch first joined each other, to the end of the launch.
+
+    Restarts, waits and the time without a driver count; the time between two launches does not. Times are passed in, from one
+    wall clock. If it is set back, no second is lost.
+    """
+
+    def __init__(self, seconds: float = 0.0, counted_to_s: float | None = None):
+        """`counted_to_s`: the time up to which `seconds` are counted; None: nothing trains yet, and no second counts."""
+        self._seconds, self._counted_to_s = seconds, counted_to_s
+
+    def begin(self, at_s: float) -> None:
+        """Counts from `at_s` on. Later calls change nothing."""
+        if self._counted_to_s is None:
+            self._counted_to_s = at_s
+
+    def seconds(self, now_s: float) -> float:
+        return self._seconds + (0.0 if self._counted_to_s is None else max(0.0, now_s - self._counted_to_s))
+
+    def to_dict(self, now_s: float) -> dict[str, Any]:
+        counting = self._counted_to_s is not None
+        return {"seconds": self.seconds(now_s), "counted_to_s": now_s if counting else None}
+
+    @classmethod
+    def resume(cls, data: Mapping[str, Any], *, same_launch: bool, step_s: float = 0.0) -> TimeUsed:
+        """Continues the count of another driver. Of an earlier launch only the seconds count that it had stored. `step_s`: by how
+        much the wall clock was set forward since then."""
+        counted_to_s = data["counted_to_s"] if same_launch else None
+        return cls(data["seconds"], None if counted_to_s is None else counted_to_s + step_s)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The launches of a run before the present one; without an argument: there were none."""
+
+    launches: int = 0
+    generations: int = 0
+    drivers: int = 0
+    num_incidents: int = 0
+    wall_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By category of the goodput ledger. They sum to `wall_s`, which leaves out the time between launches."""
+    started_at_s: float | None = None
+    """When the first launch began, in Unix time."""
+
+    @classmethod
+    def before(cls, state: Mapping[str, Any], num_incidents: int) -> Earlier:
+        """Returns the sums with the launch that has stored `state` (the document `launch.json`) and met `num_incidents`."""
+        known, ledger = cls.of(state), state["goodput"]
+        seconds = {name: known.seconds.get(name, 0.0) + value for name, value in ledger["seconds"].items()}
+        return cls(
+            known.launches + 1,
+            known.generations + state["generations"],
+            known.drivers + state["drivers"],
+            known.num_incidents + num_incidents,
+            known.wall_s + sum(ledger["seconds"].values()),
+            {**known.seconds, **seconds},
+            ledger["started_at_s"] if known.started_at_s is None else known.started_at_s,
+        )
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Earlier:
+        """Returns the sums that are stored in `launch.json`. A document from before there were any has none."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in state.get("earlier", {}).items() if name in known})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 TRAIN, EVAL = "train", "eval"
 """The kinds of what is published."""

@@ -12,7 +12,7 @@ from gangway.storage.document_kind import DocumentKind
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
-from orchestrator.driver.errors import Superseded, TrainingFailed
+from orchestrator.driver.ending import Superseded, TrainingFailed
 from orchestrator.events import ConsoleEvent
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.requests import Request

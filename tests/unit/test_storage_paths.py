@@ -18,7 +18,7 @@ CHECKED = {
     "orchestrator/config/locate.py": ASKS,
     "orchestrator/faultlab/chaos/command.py": ASKS,
     "orchestrator/faultlab/testbed/live_run.py": ON_THIS_MACHINE,
-    "orchestrator/run_state/finished.py": ASKS,
+    "orchestrator/run_state/outcome.py": ASKS,
     "orchestrator/run_state/fresh.py": ASKS,
     "orchestrator/run_state/launch.py": ASKS,
     "orchestrator/run_state/lease.py": A_NAME,

@@ -1,4 +1,5 @@
-"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face, of PEFT or of MLflow."""
+"""A model in the files of other programs, on a disk or in a bucket: one file of safetensors, or a folder of Hugging Face, of PEFT
+or of MLflow."""
 
 from __future__ import annotations
 
@@ -28,6 +29,13 @@ from trainers.models.hf.weights import flat
 
 if TYPE_CHECKING:  # transformers takes a second
     from trainers.text.tokenizers import Tokenizer
+import tempfile
+from collections.abc import Iterable
+
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
+from trainers.checkpoint import weights
+from trainers.models.hf import peft_in
 
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
@@ -321,9 +329,10 @@ def _has_our_weights(folder: Path) -> bool:
 EXPORT = ours.Mark("an export that Gangway wrote", _has_our_weights)
 
 
-def _check_new(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out} exists already: give a new name")
+def _check_new(*places: Path | Place) -> None:
+    for place in places:
+        if place.exists() or place.is_dir():
+            raise CheckpointError(f"{place} exists already: give a new name")
 
 
 def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool = False) -> None:
@@ -338,3 +347,47 @@ def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool 
     finally:
         with suppress(OSError):  # the error that led here is the one to tell
             ours.delete(work, ours.ON_THE_WAY)
+
+
+LAST = (CONFIG_FILE, peft_in.CONFIG, mlflow_model.FILE)
+"""Put after all else of a folder: without it nobody takes the folder for a model."""
+
+
+def to_bucket(out: str, write: Callable[[Path], None]) -> None:
+    """Puts at the URL `out` what `write` makes of a path on this machine: a file, with the folder of its assets, or a folder. The
+    machine needs room for it. Raises CheckpointError if there is something already, CheckpointUnavailableError if the storage
+    does not take it, and what `write` raises."""
+    with weights.reading(out):
+        target = place_of(out)
+        _check_new(target, beside := _assets_of(target))
+    with tempfile.TemporaryDirectory(prefix="gangway-export-") as made:
+        local = Path(made, target.name)
+        write(local)
+        with weights.reading(out):
+            if local.is_dir():
+                names = sorted(manifest.names_below(local), key=lambda name: (name in LAST, name))
+                _put([(target / name, local / name) for name in names])
+                return
+            assets = local.with_name(beside.name)
+            names = manifest.names_below(assets) if assets.is_dir() else []
+            _put([*((beside / name, assets / name) for name in names), (target, local)])
+
+
+def _assets_of(target: Place) -> Place:
+    if not target.key:
+        raise CheckpointError(f"{target} is a whole bucket: give a new name in it")
+    return target.with_name(Path(target.name).with_suffix(".assets").name)
+
+
+def _put(files: Iterable[tuple[Place, Path]]) -> None:
+    """Puts the files there in this order. If one fails, those before it are deleted again."""
+    done: list[Place] = []
+    try:
+        for place, path in files:
+            done.append(place)
+            place.store.upload(place.key, path)
+    except BaseException:
+        with suppress(OSError):
+            for place in done:
+                ours.delete(place, ours.among("a part of an export that failed", done))
+        raise

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gangway.errors import NonFiniteStateError
+from trainers import runtime
 from trainers.checkpoint import committed, layout, manifest, model_only, trial
 from trainers.checkpoint.commit import CommitError
 from trainers.checkpoint.committed import Committed
@@ -29,6 +30,7 @@ from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.state_saver import StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
+from trainers.config.arguments import TrainingArguments
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
 
@@ -225,3 +227,30 @@ class _AsSaved:
         if self.broken():
             raise CommitError(str(self.error()))
         return {**self._about, **self.measurement.described}
+
+
+def manager_of(
+    arguments: TrainingArguments, run_folder: str, mesh: Mesh, programs: ProgramStore, on_saved: Callable[[int, str], None]
+) -> CheckpointManager:
+    """Returns the manager of the folder `checkpoints`. `on_saved` is called on the thread that saves."""
+    host = runtime.current()
+
+    def saved(step: int, path: str) -> None:
+        on_saved(step, path)
+        host.emit({"ev": "saved", "step": step, "path": path})
+
+    manager = CheckpointManager(
+        f"{run_folder}/checkpoints",
+        Retention.of(arguments.checkpoint, arguments.evaluation.score),
+        mesh,
+        programs,
+        on_saved=saved,
+        on_failed=lambda step, error: host.emit({"ev": "save_failed", "step": step, "error": error}),
+        note=host.note,
+        ordered=Committed(host.run, host.committed_step),
+        term=WriterTerm(host.driver_term, host.generation),
+        storage_patience_s=arguments.checkpoint.storage_patience_s,
+    )
+    # The agent may send the fence later, when another driver takes over.
+    host.follow_fence(manager.follow_fence)
+    return manager

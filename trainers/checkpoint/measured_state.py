@@ -16,8 +16,8 @@ from trainers.checkpoint import array_fingerprints, model_only
 from trainers.checkpoint.array_fingerprints import leaf_names, measured
 from trainers.checkpoint.validate import shapes
 from trainers.parallel import host_memory
-from trainers.parallel.device import wait_for_device
 from trainers.parallel.mesh import replicated
+from trainers.parallel.platform import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step.finite import must_be_finite
 from trainers.step.state import TrainState

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"reading {options.source}", stream=sys.stderr)
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are left to the processes that train
     # After the first line: it imports JAX.
-    from trainers.checkpoint import export_to_bucket, weights
+    from trainers.checkpoint import export, weights
 
     try:
         checkpoint = weights.find(options.source)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             more["max_file_bytes"] = options.max_shard_size
         write = partial(FORMATS[options.format], checkpoint, **more)
         if is_url(options.out):
-            export_to_bucket.export(options.out, write)
+            export.to_bucket(options.out, write)
         else:
             write(options.out)
     except (UsageError, TransientError, OSError) as error:

@@ -33,9 +33,8 @@ from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, load_object, recorded_arguments
-from trainers.console.log_file import LoggedConsole
-from trainers.console.of_events import for_console
-from trainers.console.screens import CONSOLE_LOG, Console, make_console
+from trainers.console.screens import CONSOLE_LOG, Console, LoggedConsole, make_console
+from trainers.console.view import for_console
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.settings import ARGUMENTS_CLASS, read

@@ -41,7 +41,6 @@ from trainers.config import (
     VisionConfig,
     attention,
     divisions,
-    recorders,
 )
 from trainers.config.context import problems as problems_of_context
 from trainers.config.frozen import BASE
@@ -152,7 +151,7 @@ class TrainingArguments(Section):
                 f"global_batch_size = {self.global_batch_size}: expected a multiple of accumulation_steps "
                 f"({self.accumulation_steps})"
             )
-        yield from recorders.problems(self.recorders, self.recorder_folders, self.storage)
+        yield from recorder_problems(self.recorders, self.recorder_folders, self.storage)
         yield from self._publish_problems()
         if self.max_num_steps is None and self.max_num_data_epochs is None and self.time_limit is None:
             yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"

@@ -8,9 +8,8 @@ from datetime import date
 from typing import Any, Literal
 
 from gangway.config.section import not_paths, too_small
-from trainers.config import mixture as mixtures
-from trainers.config.mixture import MixtureSource
-from trainers.config.source import SourceConfig
+from trainers.config import source as mixtures
+from trainers.config.source import MixtureSource, SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

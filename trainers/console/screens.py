@@ -6,6 +6,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from gangway.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
@@ -239,3 +242,26 @@ def make_console(
     if out.isatty() and not screen.is_dumb_terminal:
         console = TerminalConsole(screen, clock, began_s, lines_of, page)
     return SteadyConsole(console, out, log, lambda file, view: PlainConsole(file, clock, None, lines_of, page, view), logged)
+
+
+class LoggedConsole:
+    """A console whose lines are written to a file, too. What is wrong with the file stops nothing."""
+
+    def __init__(self, console: Console, path: Path, began_s: float):
+        """Times count from `began_s`, by the monotonic clock. Raises OSError if the file cannot be opened."""
+        self._console = console
+        self._file = open(path, "a", 1, "utf-8", "replace", opener=durable.no_link)  # noqa: SIM115 - until `close`
+        self._log = PlainConsole(self._file, time.monotonic, began_s)
+        began_at = datetime.fromtimestamp(time.time() - (time.monotonic() - began_s), UTC)
+        with suppress(OSError):
+            self._file.write(f"{began_at.isoformat(timespec='seconds')}  a launch begins\n")
+
+    def show(self, event: Event) -> None:
+        self._console.show(event)
+        with suppress(Exception):  # a full disk, or an event that cannot be shown: no line is worth the run
+            self._log.show(event)
+
+    def close(self) -> None:
+        self._console.close()
+        with suppress(OSError):
+            self._file.close()

@@ -19,11 +19,11 @@ from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data import preparing
 from trainers.data.documents import Document, Documents, Encoder, Record, Records
+from trainers.data.epoch_order import held_out
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, Row, TrainingRows
 from trainers.data.packing import Counts, Fit, Pieces
 from trainers.data.padded import cut_alike, num_held_out
-from trainers.data.permutations import held_out
 from trainers.data.sources.packed import ALONE
 from trainers.data.sources.records import open_records
 from trainers.text import tokenizers

@@ -10,9 +10,9 @@ import numpy as np
 
 from gangway.errors import DataError
 from trainers.data.documents import Document, Documents
+from trainers.data.epoch_order import held_out, shuffled
 from trainers.data.mixture import Mixture
 from trainers.data.packing import Counts, Piece, Plan
-from trainers.data.permutations import held_out, shuffled
 
 Row = Mapping[str, np.ndarray]
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from trainers.data.permutations import order, shuffled
+from trainers.data.epoch_order import order, shuffled
 
 Packing = Literal["concat", "fit"]
 Overlong = Literal["cut", "split", "drop"]

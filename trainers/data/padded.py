@@ -9,7 +9,7 @@ import numpy as np
 
 from gangway.errors import DataError
 from trainers.data.documents import Document, Encoder, Record, Records
-from trainers.data.permutations import held_out
+from trainers.data.epoch_order import held_out
 from trainers.protocol import METRIC
 
 Truncation = Literal["keep_start", "keep_end"]

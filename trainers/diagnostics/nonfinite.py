@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from trainers.jax_internals import source_info_util
 from trainers.parallel import mesh as meshes
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 from trainers.runtime.multihost import in_stages
 
 Objective = Callable[[Any, Any, Any, Any], jax.Array]

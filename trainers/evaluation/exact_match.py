@@ -21,7 +21,7 @@ import numpy as np
 from gangway.errors import DataError, UsageError
 from trainers.config import PreviewConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.config.exact_match import PLACE, ExactMatchConfig
+from trainers.config.evaluation import PLACE, ExactMatchConfig
 from trainers.config.source import SourceConfig
 from trainers.data.chat import COMPLETION, PROMPT, completed, with_template
 from trainers.data.documents import Record, Records

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from gangway.errors import UsageError
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 from trainers.protocol import EvaluationMetrics, Task
 from trainers.runtime import multihost
 

@@ -20,7 +20,7 @@ from trainers.config import PreviewConfig
 from trainers.config.frozen import BASE
 from trainers.models.decoding import decode
 from trainers.parallel import mesh as meshes
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 from trainers.runtime.executables import Bound, Program, ProgramStore
 from trainers.runtime.multihost import in_stages
 from trainers.step import rng

@@ -16,7 +16,6 @@ from trainers.checkpoint.weights import Adapted
 from trainers.config.weights import InitConfig, from_plain
 from trainers.loop import init_from
 from trainers.optim.param_groups import parameter_path
-from trainers.parallel.host_copy import HostCopy
 from trainers.step.state import TrainState
 
 
@@ -183,3 +182,35 @@ def _put(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     host = np.asarray(value)
     # By parts: `device_put` would compare the whole array between all hosts.
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index].astype(like.dtype))
+
+
+Index = tuple[tuple[int | None, int | None], ...]
+"""The part of an array that a device has: (start, stop) of each dimension."""
+
+
+class HostCopy:
+    """The parts of the arrays of `tree` that this host's devices have. It stays as it is when the arrays are donated."""
+
+    def __init__(self, tree: Any):
+        self._arrays = jax.tree.map(_Array, tree)
+
+    def put(self) -> Any:
+        """Returns the tree of arrays, each with the sharding that it had. All hosts must call this."""
+        return jax.tree.map(lambda array: array.put(), self._arrays)
+
+
+class _Array:
+    def __init__(self, array: jax.Array):
+        self.shape, self.sharding, self.parts = array.shape, array.sharding, dict[Index, np.ndarray]()
+        for shard in array.addressable_shards:
+            if _key(shard.index) not in self.parts:
+                # A copy: NumPy may look into the device's own memory, which the next donation overwrites.
+                self.parts[_key(shard.index)] = np.array(shard.data)
+
+    def put(self) -> jax.Array:
+        # A copy again: an array on a CPU may use NumPy's memory, and would be donated with it.
+        return jax.make_array_from_callback(self.shape, self.sharding, lambda index: self.parts[_key(index)].copy())
+
+
+def _key(index: Any) -> Index:
+    return tuple((part.start, part.stop) for part in index)

@@ -23,8 +23,8 @@ from trainers.config import InitConfig
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
-from trainers.parallel.device import wait_for_device
 from trainers.parallel.mesh import replicated
+from trainers.parallel.platform import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 
 Origins = dict[str, dict[str, str]]

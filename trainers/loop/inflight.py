@@ -10,7 +10,7 @@ import numpy as np
 
 from gangway.stop_reason import StopReason
 from trainers.parallel import mesh as meshes
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, UpdateStatus
 
 LOOK_AHEAD_STEPS = RUN_AHEAD_STEPS + 1

@@ -8,8 +8,10 @@ A *step* here is a batch drawn, whether or not its update was applied.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -21,11 +23,9 @@ from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.config import DistributionConfig
 from trainers.data.loader import StepAddressedLoader
 from trainers.loop.agreement import Agreement
-from trainers.loop.evaluator import Evaluator
-from trainers.loop.garbage import GarbageCollection
+from trainers.loop.evaluator import Evaluator, Previewer
 from trainers.loop.guard import GoBack, Guard
 from trainers.loop.hooks import Hooks, overrides
-from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume
 from trainers.loop.saver import Saver
 from trainers.loop.triggers import Due
@@ -34,6 +34,30 @@ from trainers.metrics.accumulator import Layout, MetricSums, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
+
+
+class GarbageCollection:
+    """Python collects garbage when enough objects have been made: on each host at another step, and all hosts wait for the one
+    that does. Within this context it is collected at steps that are a multiple of `every_steps`; None: as always."""
+
+    def __init__(self, every_steps: int | None):
+        self.every_steps = every_steps
+        self._was_enabled = False
+
+    def __enter__(self) -> GarbageCollection:
+        if self.every_steps is not None:
+            self._was_enabled = gc.isenabled()
+            gc.disable()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+    def at(self, step: int) -> None:
+        """Collects if it is time, between the dispatch of two steps: the devices have work meanwhile."""
+        if self.every_steps is not None and step % self.every_steps == 0:
+            gc.collect()
 
 
 @dataclass(frozen=True)

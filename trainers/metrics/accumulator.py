@@ -15,7 +15,7 @@ import numpy as np
 
 from gangway.config.section import did_you_mean
 from gangway.errors import UsageError
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 from trainers.protocol import Last, Loss, Max, Min, Sum
 
 MetricSums = jax.Array

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from trainers.metrics.accumulator import Layout, MetricSums
-from trainers.parallel.device import wait_for_device
+from trainers.parallel.platform import wait_for_device
 
 NO_STEPS = ("evaluation", "checkpoint", "preview")
 """Categories of `Seconds` that are not part of the time of a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from trainers.jax_internals import xla_bridge
 from trainers.parallel import mesh as meshes
@@ -35,3 +36,9 @@ def num_devices() -> int:
     if (mesh := meshes.traced_for()) is not None:
         return mesh.size
     return jax.device_count() if xla_bridge.backends_are_initialized() else 1
+
+
+def wait_for_device(array: jax.Array) -> np.ndarray:
+    """Returns `array` on the host, once the device has computed it. Behind a collective that is a wait for all hosts."""
+    # NumPy's conversion waits. An error of the computation, or of another host in it, is raised here.
+    return np.asarray(array)

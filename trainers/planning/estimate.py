@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from gangway.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointUnavailableError,
+    DataMissingError,
+    UsageError,
+    may_pass,
+    notes_of,
+    user_frame,
+)
 from gangway.storage.documents import is_url
 from gangway.storage.row import CHECKPOINTS
 from gangway.surroundings import end_with_parent
@@ -30,16 +40,18 @@ from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
-from trainers.config.recorders import BUILT_IN
+from trainers.config.monitoring import BUILT_IN
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
+from trainers.evaluation import score_metrics
+from trainers.evaluation.exact_match import questions
+from trainers.evaluation.validation import lacks_data
 from trainers.loop import start_from
 from trainers.loop.frozen import check_same
 from trainers.loop.hooks import overrides
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import host_memory
-from trainers.planning import evaluations, first_batch, padding
-from trainers.planning.problems import attempt
+from trainers.planning import first_batch, padding
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
@@ -47,6 +59,36 @@ from trainers.step.state import TrainState, arrays_of_model, num_parameters, sta
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.text import tokenizers
 from trainers.trainer.base_trainer import BaseTrainer
+
+
+def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: list[str] | None = None) -> Any:
+    """Returns what `make` returns. If it raises, returns None and records the problem: in `doubts`, if given, when it may go
+    away by itself."""
+    try:
+        return make()
+    except Exception as error:  # the user's code, at the boundary of this process: recorded, with where it happened
+        if doubts is not None and may_pass(error):
+            doubts.append(f"{what}: {type(error).__name__}: {error}")
+            return None
+        # The optimizer repeats those of the schedule.
+        problems.extend(line for line in described(what, error) if line not in problems)
+    return None
+
+
+def described(what: str, error: Exception) -> list[str]:
+    """Returns the lines for an error of `what`, with where it arose in the user's code."""
+    frame = user_frame(error)
+    where = (f" ({frame})" if frame else "") + "".join(f"; {note}" for note in notes_of(error))
+    if isinstance(error, UsageError | DataMissingError):
+        *lines, last = str(error).splitlines() or [""]
+        return [*lines, last + where]
+    if isinstance(error, ValueError) and not frame:  # a check's own words
+        return [f"{what}: {error}"]
+    traceback.print_exc()
+    inside = traceback.extract_tb(error.__traceback__)[-1]
+    inside_of = "" if frame else f" ({inside.filename}, line {inside.lineno})"
+    return [f"{what}: {type(error).__name__}: {error}{inside_of}{where}"]
+
 
 Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
@@ -77,7 +119,7 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
         # Without data the model can still be checked.
         train, held_out = datasets or (None, None)
         facts |= data_facts(arguments, train, held_out)
-        evaluations.check(problems, arguments, has_held_out=not datasets or (held_out is not None and len(held_out) > 0))
+        check(problems, arguments, has_held_out=not datasets or (held_out is not None and len(held_out) > 0))
         for name in arguments.recorders:
             attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
         # A trainer that only implements the protocol may touch devices when it is built: it is built on the machines only.
@@ -275,7 +317,7 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     if trainer.dataset_train is not None:
         rows = trainer.assembly.batching.shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
         check_loss(trainer.assembly.design.loss_of(parts), state, rows, shapes_of(trainer.assembly.design.frozen_models))
-        evaluations.check_metrics(trainer, problems)
+        check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
     facts: Facts = {
@@ -361,6 +403,38 @@ def abstract_mesh(mesh_sizes: Mapping[str, int]) -> Any:
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def check(problems: list[str], arguments: TrainingArguments, *, has_held_out: bool) -> None:
+    """Checks that everything that evaluations name exists, and that each has data."""
+    config, units = arguments.evaluation, arguments.evaluation.units
+    if not has_held_out and (problem := lacks_data(config)):
+        problems.append(problem)
+    for name, unit in units.items():
+        if unit.dataset is not None:
+            make = functools.partial(lambda path: load_object(path)(arguments), unit.dataset)
+            examples = attempt(problems, f"evaluation.units.{name}.dataset", make)
+            if examples is not None and not len(examples):
+                problems.append(f"evaluation.units.{name}.dataset: {unit.dataset!r} has no examples; give it some")
+        elif unit.exact_match is not None:
+            attempt(problems, f"evaluation.units.{name}.exact_match", functools.partial(questions, unit.exact_match, arguments))
+        elif not has_held_out:
+            problems.append(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
+        if unit.metrics is not None:
+            attempt(problems, f"evaluation.units.{name}.metrics", functools.partial(load_object, unit.metrics))
+        if unit.task is not None:
+            attempt(problems, f"evaluation.units.{name}.task", functools.partial(load_object, unit.task))
+    if config.score is not None and config.score.early_stopper is not None:
+        attempt(problems, "evaluation.score.early_stopper", functools.partial(load_object, config.score.early_stopper))
+
+
+def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
+    """Adds to `problems` what is wrong with the metrics of validation units: with those of predictions, and with the score. After
+    `configure_model`."""
+    for name, unit in score_metrics.units_of(trainer).items():
+        of_loss = score_metrics.of_loss(trainer, unit)
+        attempt(problems, f"evaluation.units.{name}", functools.partial(score_metrics.of_outputs, trainer, name, unit, of_loss))
+    attempt(problems, "evaluation.score", functools.partial(score_metrics.check, trainer))
 
 
 if __name__ == "__main__":

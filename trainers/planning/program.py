@@ -29,12 +29,11 @@ from gangway.errors import DataMissingError, DataUnavailableError, TransientErro
 from gangway.surroundings import end_with_parent
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.model import AUTO, CHOICES
-from trainers.diagnostics.room import of_program
+from trainers.diagnostics.memory import of_program
 from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
 from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
-from trainers.planning.stand_in import StandIn
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.trainer.assembly import Assembly
@@ -177,6 +176,27 @@ def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
         for path, leaf in jax.tree_util.tree_leaves_with_path((trainer.assembly.placed_state, *trainer.assembly.frozen_shapes))
         if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf.shape, leaf.dtype)) >= LARGE_BYTES
     }
+
+
+class StandIn:
+    """Rows of `sequence_length` + 1 tokens, all 0: of one document, as packed rows are if `data` packs."""
+
+    takes_any_index = True
+
+    def __init__(self, arguments: TrainingArguments):
+        config = arguments.data
+        places = config.sequence_length + 1
+        self._row = {"tokens": np.zeros(places, np.int32), "sample_id": np.zeros((), np.int32)}
+        if config.packing is not None:
+            self._row |= {"segments": np.ones(places, np.int32), "positions": np.arange(places, dtype=np.int32)}
+        if config.packing is not None or config.mixture:
+            self._row |= {"token_weight": np.ones(places, np.float32), "source": np.zeros((), np.int32)}
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._row
 
 
 if __name__ == "__main__":

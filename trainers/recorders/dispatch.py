@@ -12,7 +12,7 @@ from typing import Any
 
 from gangway.published import Distribution
 from trainers.config.arguments import load_object
-from trainers.config.recorders import BUILT_IN
+from trainers.config.monitoring import BUILT_IN
 from trainers.recorders.recorder import About, Recorder
 
 KEPT_PUBLISHES = 1000

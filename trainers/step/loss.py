@@ -15,7 +15,6 @@ from gangway.errors import UsageError
 from trainers.config.frozen import BASE
 from trainers.models.batch_norm import tell_rows
 from trainers.protocol import METRIC, SKIPPED, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
-from trainers.step.per_source import with_sources
 from trainers.step.rest_of_model import Rest, state_after
 from trainers.step.state import ModelParts
 
@@ -279,3 +278,30 @@ def in_mode(model: Any, *, training: bool) -> Any:
 def takes(task: Task, name: str) -> bool:
     """Whether the loss of a task has a parameter of this name."""
     return name in inspect.signature(task.loss).parameters
+
+
+def with_sources(loss: Loss, batch: Batch, names: tuple[str, ...]) -> Loss:
+    """Returns `loss` with the parts `loss/NAME` and `total_tokens/NAME` of each source. Traced.
+
+    `batch["source"]` (int32 for each row) is an index into `names`; `loss.rows` holds the loss and the targets of each row.
+    """
+    if not names:
+        return loss
+    if loss.rows is None or "source" not in batch:
+        lacking = "the task's Loss has no `rows`" if loss.rows is None else f"its leaves are {', '.join(sorted(batch))}"
+        raise UsageError(
+            f"data.sources = {list(names)}: expected a batch with a leaf `source` and a task that tells the loss of each row; "
+            f"{lacking}"
+        )
+    row_losses, row_targets, *others = loss.rows
+    # A target of weight 0.5 is a token like any other.
+    row_tokens = others[0] if others else row_targets
+    parts = dict(loss.parts)
+    for index, name in enumerate(names):
+        # [rows]
+        of_source = batch["source"] == index
+        num_targets = jnp.sum(jnp.where(of_source, row_targets, 0))
+        # `where`, not a product: a row of another source may have a loss that is not finite.
+        parts[f"loss/{name}"] = (jnp.sum(jnp.where(of_source, row_losses, 0)), num_targets)
+        parts[f"total_tokens/{name}"] = Sum(jnp.sum(jnp.where(of_source, row_tokens, 0)))
+    return loss._replace(parts=parts)

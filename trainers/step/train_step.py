@@ -22,7 +22,6 @@ from trainers.optim.param_groups import apply_updates, completed, rate_names, tr
 from trainers.optim.precision import any_narrow, share_lost
 from trainers.protocol import Batch, Loss, Pruner
 from trainers.step import rest_of_model
-from trainers.step.clip import clip
 from trainers.step.finite import any_not_finite
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
 from trainers.step.loss import LossFunction, safe_divisor, scales_of
@@ -396,3 +395,13 @@ def _wide(leaf: jax.Array) -> jax.Array:
 
 def _add(left: Any, right: Any) -> Any:
     return jax.tree.map(jnp.add, left, right)
+
+
+def clip(gradients: Any, norm: jax.Array, max_norm: float | None) -> Any:
+    """Returns the gradients, scaled down to a global norm of `max_norm` if theirs is greater."""
+    if max_norm is None:
+        return gradients
+    # 1e-6 only avoids a division by 0. A norm that is not finite needs no care here: that update is not applied.
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-6))
+    # In the gradient's own type: a float32 scale would promote bfloat16 gradients to float32.
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

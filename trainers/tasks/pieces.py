@@ -13,7 +13,7 @@ from flax import nnx
 
 from gangway.errors import UsageError
 from trainers.config.arguments import load_object
-from trainers.config.pieces import PiecesArguments
+from trainers.config.keywords import PiecesArguments
 from trainers.protocol import Batch, PerExample
 
 ELSEWHERE = "was given as an object to the training that made this run: only that program has it"

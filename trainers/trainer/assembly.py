@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from gangway.errors import UsageError
 from trainers import runtime
 from trainers.checkpoint import readers
-from trainers.checkpoint.of_run import manager_of
+from trainers.checkpoint.manager import manager_of
 from trainers.config.frozen import BASE
 from trainers.config.model import AUTO, TO_HOST
 from trainers.data.iterated_loader import IteratedLoader

@@ -24,7 +24,7 @@ from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
-from trainers.diagnostics.room import DoesNotFit, Room, of_program, room
+from trainers.diagnostics.memory import DoesNotFit, Room, of_program, room
 from trainers.runtime import multihost
 from trainers.runtime.executables import Bound, ProgramStore
 from trainers.step.by_hand import StepProgram

@@ -62,8 +62,8 @@ def test_a_mutant_meets_the_tests_of_its_module_then_those_of_its_wing_then_thos
     ("text", "found"),
     [
         ("from trainers.step import clip", True),
-        ("from trainers.step.clip import clipped", True),
-        ("patch('trainers.step.clip.x')", True),
+        ("from trainers.step.train_step import clipped", True),
+        ("patch('trainers.step.train_step.x')", True),
         ("from trainers.step import clipping", False),
         ("import trainers.step.clipping", False),
     ],

@@ -12,7 +12,7 @@ from gangway.config.section import Section, require, require_none
 from orchestrator.config.job import DriverConfig
 from trainers import config
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.config.pieces import PiecesArguments
+from trainers.config.keywords import PiecesArguments
 
 CLASSES = [getattr(config, name) for name in config.__all__] + [TrainingArguments, PiecesArguments, DriverConfig]
 NEEDED = {TrainingArguments: {"name": "run", "max_num_steps": 1}, PiecesArguments: {"name": "run", "max_num_steps": 1}}

@@ -24,7 +24,7 @@ from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.commands import evaluate, generate, reference, run
-from trainers.config import recorders
+from trainers.config import monitoring
 from trainers.config.arguments import load_object
 
 NOBODY = 2**31 - 7
@@ -63,7 +63,7 @@ def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)  # another test may have imported the real one
     assert [is_installed(name) for name in ("tensorboardX", "real", "missing")] == [False, True, False]
-    (problem,) = recorders.problems(["tensorboard"], {}, "/storage")
+    (problem,) = monitoring.recorder_problems(["tensorboard"], {}, "/storage")
     assert problem.startswith("recorders: 'tensorboard' needs the package tensorboardX, which is not installed: pip install ")
 
 

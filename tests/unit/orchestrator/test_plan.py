@@ -11,7 +11,7 @@ from cluster.hosts.config import HostsConfig
 from orchestrator import compile as compiling
 from orchestrator import plan
 from orchestrator.config.job import ConfigError, load
-from orchestrator.planning import memory, requests, trial
+from orchestrator.planning import hardware, requests, trial
 from orchestrator.planning.hardware import DEVICES
 from tests import ROOT
 
@@ -201,9 +201,9 @@ def test_a_step_too_large_for_this_machine_is_refused_and_the_change_makes_it_fi
         return {"memory": {"peak": peak, "arguments": 1e9}, "exchanged": []}
 
     monkeypatch.setattr(compiling, "facts", facts)
-    monkeypatch.setattr(memory, "bytes_of_machine", lambda: 16e9)
+    monkeypatch.setattr(hardware, "bytes_of_machine", lambda: 16e9)
     config = load(TINY, [f"storage={tmp_path}"])
-    room = memory.room(config.hosts, None)
+    room = hardware.room(config.hosts, None)
     found = plan.compiled(config, room)
     assert "it needs 20 GB at its peak, and a device has 8 GB (2 share this machine)" in found["problem"]
     change = found["remedy"].partition(" (")[0]
@@ -213,10 +213,10 @@ def test_a_step_too_large_for_this_machine_is_refused_and_the_change_makes_it_fi
 
 def test_of_gpus_only_what_is_certain_is_refused():
     """Their peak is an upper bound; the state is not."""
-    room = memory.room(HostsConfig(kind="gpu", count=1, devices_per_host=8), DEVICES["h100"])
+    room = hardware.room(HostsConfig(kind="gpu", count=1, devices_per_host=8), DEVICES["h100"])
     assert room.lacks({"peak": 300e9, "arguments": 79e9}) == ""
     assert "81 GB for state and batch alone, and a device has 80 GB (h100)" in room.lacks({"peak": 300e9, "arguments": 81e9})
-    assert memory.room(HostsConfig(kind="cpu", count=2, spread=True), None) is None
+    assert hardware.room(HostsConfig(kind="cpu", count=2, spread=True), None) is None
 
 
 def test_saves_by_steps_and_by_minutes():

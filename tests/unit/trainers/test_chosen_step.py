@@ -17,8 +17,8 @@ from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
-from trainers.diagnostics import room as rooms
-from trainers.diagnostics.room import Room
+from trainers.diagnostics import memory as rooms
+from trainers.diagnostics.memory import Room
 from trainers.parallel.mesh import make_mesh
 from trainers.planning.estimate import load_datasets
 from trainers.runtime import executables

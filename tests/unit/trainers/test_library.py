@@ -28,7 +28,7 @@ from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import from_dict
-from trainers.config.pieces import PiecesArguments
+from trainers.config.keywords import PiecesArguments
 from trainers.data.sources import pieces
 from trainers.library import Result, Training
 from trainers.recorders.progress import Progress

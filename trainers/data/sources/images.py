@@ -22,8 +22,8 @@ from gangway.errors import DataError, DataMissingError, DataUnavailableError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import CONFIG_FILE, PREPROCESSOR_FILE
+from trainers.data.epoch_order import held_out
 from trainers.data.images import ImageProcessor, open_image, read_processor
-from trainers.data.permutations import held_out
 from trainers.models.encoder import classifier
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")

@@ -17,7 +17,7 @@ from gangway.config.section import PATH
 from gangway.errors import DataMissingError, UsageError
 from gangway.storage import durable, ours
 from trainers.config.arguments import load_object
-from trainers.config.pieces import PiecesArguments
+from trainers.config.keywords import PiecesArguments
 from trainers.data.sources.sequence import Columns, as_example
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.agent.event_log import EventLog
-from cluster.agent.facts import MAX_PHASES
+from cluster.agent.event_log import MAX_PHASES, EventLog
 
 
 def told(log, kind, **fields):

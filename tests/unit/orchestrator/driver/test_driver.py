@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.driver.errors import Superseded, TrainingFailed
+from orchestrator.driver.ending import Superseded, TrainingFailed
 from orchestrator.run_state.requests import Request
 from tests.unit import fake_gang
 from tests.unit.driving import Launched

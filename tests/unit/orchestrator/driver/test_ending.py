@@ -9,8 +9,7 @@ import pytest
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver import main
-from orchestrator.driver.ending import Ending, Progress, ending
-from orchestrator.driver.errors import StoppedOnRequest, TrainingFailed
+from orchestrator.driver.ending import Ending, Progress, StoppedOnRequest, TrainingFailed, ending
 from orchestrator.driver.main import conclude, drive
 from orchestrator.driver.ray_train import JobFailed
 from orchestrator.launching import exit_status, outcome_of

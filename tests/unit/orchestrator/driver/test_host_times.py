@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.driver.host_times import BATCHES, HostTimes
+from orchestrator.driver.event_handler import BATCHES, HostTimes
 
 
 def test_an_interval_gives_the_seconds_of_a_step_of_each_host():

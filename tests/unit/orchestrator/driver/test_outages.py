@@ -6,8 +6,8 @@ from gangway.storage import object_store, usage
 from gangway.storage.failed_requests import HERE, FailedRequests
 from gangway.storage.opening import open_store
 from gangway.storage.store import StorageRefused, StorageUnavailable
-from orchestrator.driver import outages
-from orchestrator.driver.outages import Outages
+from orchestrator.driver import event_handler
+from orchestrator.driver.event_handler import Outages
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from tests.stores.fault_proxy import Fault
@@ -28,7 +28,7 @@ def test_a_time_without_storage_is_told_at_its_beginning_and_its_end():
     HERE.add("s3://b/y: AccessDenied")
     of_run.look()
     assert of_run.evidence() == {"storage": "5 requests to it failed in 8 s: s3://b/y: AccessDenied"}
-    now["s"] += outages.QUIET_S + 1
+    now["s"] += event_handler.QUIET_S + 1
     of_run.look()
     of_run.look()
     assert of_run.evidence() == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.driver.errors import TrainingFailed
+from orchestrator.driver.ending import TrainingFailed
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import START_AGENT_S, Job, World
 

@@ -46,7 +46,7 @@ def killed(host, number, at_s=10.0):
 NOTICE = {"t": 5.0, "ev": "notice", "reason": "maintenance", "deadline_s": 30.0, "node": True}
 NO_ANSWER = {"type": "CoordinatorError", "message": "no answer from host 2 on 'done' within 300 s", "kind": "collateral"}
 WAITS = (
-    'Thread 7 (idle): "MainThread"\n    wait_for_device (trainers/parallel/device.py:13)\n'
+    'Thread 7 (idle): "MainThread"\n    wait_for_device (trainers/parallel/platform.py:13)\n'
     "    read (trainers/loop/inflight.py:37)\n    run (trainers/loop/train_loop.py:90)\n"
 )
 SLEEPS = 'Thread 7 (idle): "MainThread"\n    sleep_forever (my_callbacks.py:13)\n    run (trainers/loop/train_loop.py:95)\n'

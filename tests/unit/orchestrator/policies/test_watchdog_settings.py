@@ -4,9 +4,8 @@ import dataclasses
 import json
 import re
 
-from gangway.wire.limits import FIRST_PHASE, FIRST_STEP, STEPS
+from gangway.wire.limits import FIRST_PHASE, FIRST_STEP, PHASES, STEPS
 from gangway.wire.orders import agent_start
-from gangway.wire.phases import PHASES
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.run_state.goodput import CATEGORIES
 from tests import ROOT

@@ -18,7 +18,7 @@ from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.report import __main__ as command
 from orchestrator.report import charts, child, drawing, page, record, timeline
-from orchestrator.report.thinned import thinned
+from orchestrator.report.charts import thinned
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident
 from orchestrator.tracking.config import TrackingConfig

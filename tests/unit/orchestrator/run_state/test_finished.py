@@ -8,7 +8,7 @@ from gangway.storage import documents
 from orchestrator import launching
 from orchestrator.config.job import build, shown
 from orchestrator.run_state import summary
-from orchestrator.run_state.finished import finished_at
+from orchestrator.run_state.outcome import finished_at
 from tests.unit.trainers.checkpoint.test_layout import put
 from trainers.checkpoint import committed
 from trainers.checkpoint.committed import Committed

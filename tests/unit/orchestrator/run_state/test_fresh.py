@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gangway.storage.documents import StorageError
-from gangway.storage.refused import no_folder_if_refused
+from gangway.storage.probe import no_folder_if_refused
 from orchestrator.run_state import fresh
 from orchestrator.run_state.lease import TERMS, RunInUse, Time, acquire
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.run_state.time_used import TimeUsed
+from orchestrator.run_state.progress import TimeUsed
 
 
 def test_it_counts_from_the_first_gang_of_a_launch():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gangway.wire.phases import PHASES
+from gangway.wire.limits import PHASES
 from orchestrator.driver import exported
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.goodput import CATEGORIES, Goodput

@@ -19,7 +19,7 @@ from gangway.storage.store import StorageUnavailable
 from tests import ROOT
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import carried, export_to_bucket, hugging_face, model_files, standing, tensor_files, weights
+from trainers.checkpoint import carried, export, hugging_face, model_files, standing, tensor_files, weights
 from trainers.checkpoint.export import from_safetensors, to_safetensors
 from trainers.checkpoint.standalone import load_from, load_model
 from trainers.commands import generate, saved_models
@@ -238,19 +238,19 @@ def write_folder(local: Path) -> None:
 def test_an_export_is_put_with_what_makes_it_whole_at_the_end(bucket):
     url = f"{bucket.url()}/out"
     bucket.proxy.log.clear()
-    export_to_bucket.export(url, write_folder)
+    export.to_bucket(url, write_folder)
     puts = [line for line in bucket.proxy.log if line.startswith("PUT")]
     assert "config.json" in puts[-1]
     assert hugging_face.is_folder(place_of(url))
     with pytest.raises(CheckpointError, match="exists already: give a new name"):
-        export_to_bucket.export(url, write_folder)
+        export.to_bucket(url, write_folder)
 
 
 def test_an_export_that_fails_leaves_nothing(bucket):
     url = f"{bucket.url()}/out"
     bucket.proxy.faults[:] = [Fault("^PUT .*config.json", "403")]
     with pytest.raises(CheckpointUnavailableError, match="access is refused"):
-        export_to_bucket.export(url, write_folder)
+        export.to_bucket(url, write_folder)
     bucket.proxy.faults.clear()
     assert place_of(url).list() == []
 
@@ -264,7 +264,7 @@ def test_a_file_is_put_after_its_assets(bucket):
         (local.with_suffix(".assets") / "assets.json").write_text("{}")
 
     bucket.proxy.log.clear()
-    export_to_bucket.export(url, write)
+    export.to_bucket(url, write)
     puts = [line for line in bucket.proxy.log if line.startswith("PUT")]
     assert "model.assets/assets.json" in puts[0]
     assert "model.safetensors" in puts[1]

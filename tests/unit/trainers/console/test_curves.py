@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainers.console.curves import chart
+from orchestrator.runs.history import chart
 
 
 def test_each_point_has_its_mark_and_the_axes_have_the_numbers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gangway.wire.events import Event
-from trainers.console import of_events
+from trainers.console import view
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ from trainers.console import of_events
     ],
 )
 def test_the_lines_of_an_event(event: Event, expected):
-    assert of_events.lines(event) == expected
+    assert view.lines(event) == expected
 
 
 @pytest.mark.parametrize(("phase", "state"), [("preview", "generating previews"), ("my own", "my own")])
 def test_a_phase_is_shown_as_the_driver_shows_it(phase, state):
-    assert of_events.for_console({"ev": "phase", "phase": phase}) == [{"ev": "status", "state": state}]
+    assert view.for_console({"ev": "phase", "phase": phase}) == [{"ev": "status", "state": state}]

@@ -12,7 +12,7 @@ import pytest
 from tests.unit import chat_folders
 from trainers.commands import generate
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.config.exact_match import ExactMatchConfig
+from trainers.config.evaluation import ExactMatchConfig
 from trainers.data.chat import ChatEncoder
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import preference_pairs

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainers.data.epoch_order import digests, order, shuffled
 from trainers.data.packing import Concat, plan
-from trainers.data.permutations import digests, order, shuffled
 
 LENGTH = 16
 LENGTHS = st.lists(st.integers(0, 3 * LENGTH), min_size=1, max_size=40).map(np.array)

@@ -15,7 +15,7 @@ from tests.unit.records import ListRecords
 from tests.unit.training import arguments, of, trainer
 from trainers.config import UnitConfig
 from trainers.config.arguments import load_object
-from trainers.config.exact_match import ExactMatchConfig
+from trainers.config.evaluation import ExactMatchConfig
 from trainers.evaluation.exact_match import ExactMatch, Questions, answer_of, found, questions, same, task_of_unit
 from trainers.planning.estimate import plan
 from trainers.step.state import abstract_model, initial_parameters

@@ -24,7 +24,7 @@ class Watch(Callback):
 def collected(monkeypatch):
     """The calls of `gc.collect`."""
     calls = []
-    monkeypatch.setattr("trainers.loop.garbage.gc.collect", lambda: calls.append(1))
+    monkeypatch.setattr("trainers.loop.train_loop.gc.collect", lambda: calls.append(1))
     return calls
 
 

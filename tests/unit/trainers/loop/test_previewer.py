@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.training import of
 from trainers.callbacks import RunInfo
-from trainers.loop.previewer import Previewer
+from trainers.loop.evaluator import Previewer
 from trainers.runtime.multihost import StageError
 
 STATE = SimpleNamespace(params="trained", model_state="statistics")

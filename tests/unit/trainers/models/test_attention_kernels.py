@@ -20,7 +20,7 @@ from trainers.config.attention import Choice, Needs, choose, problems
 from trainers.config.model import batch_axes
 from trainers.models import attention_kernels
 from trainers.models.attention import attend, causal_mask
-from trainers.models.blockwise import blockwise
+from trainers.models.attention_kernels import blockwise
 from trainers.models.decoder import Decoder
 from trainers.models.splash import splash
 from trainers.parallel.mesh import make_mesh, tracing_for

@@ -14,8 +14,7 @@ from flax import nnx
 from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES
 from trainers.config.model import UNROLLED_LAYERS, RopeScaling
-from trainers.models.decoder import Decoder
-from trainers.models.positions import rotary_angles, rotate
+from trainers.models.decoder import Decoder, rotary_angles, rotate
 
 CONFIG = ModelConfig(vocab_size=50, width=32, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=48)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int32)

@@ -15,7 +15,7 @@ from tests.unit.training import trainer
 from trainers.config import OptimizerConfig, ScheduleConfig
 from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, parameters_to_evaluate
 from trainers.optim.parameter_kinds import ParameterKind, matrices
-from trainers.step.clip import clip
+from trainers.step.train_step import clip
 from trainers.trainer.model_design import evaluated_parameters
 
 RATE = 0.1

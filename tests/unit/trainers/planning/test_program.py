@@ -24,7 +24,7 @@ from trainers.models import context_attention
 from trainers.models.partial_attention import Score
 from trainers.planning import collectives, program
 from trainers.planning.estimate import load_datasets
-from trainers.planning.stand_in import StandIn
+from trainers.planning.program import StandIn
 
 LAYERS, DEVICES, LONG = 3, 4, 4096
 MODEL = ModelConfig(vocab_size=256, width=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2, mlp_width=128, remat="full")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainers.step.clip import clip
+from trainers.step.train_step import clip
 
 
 @pytest.mark.parametrize(("norm", "max_norm", "factor"), [(0.1, 0.05, 0.5), (8.0, 2.0, 0.25), (0.1, 0.2, 1.0), (0.0, 1.0, 1.0)])

@@ -13,7 +13,7 @@ import pytest
 from trainers.config import OptimizerConfig, ScheduleConfig
 from trainers.optim.optimizers import DIRECTIONS, build_optimizer
 from trainers.optim.parameter_kinds import ParameterKind
-from trainers.step.kept_update import kept_update
+from trainers.step.offloaded_update import kept_update
 
 PARAMS = {
     "layers": {"up": np.linspace(-1, 1, 48, dtype=np.float32).reshape(2, 4, 6), "norm": np.ones((2, 4), np.float32)},

@@ -16,15 +16,14 @@ from tests.unit.training import assert_equal
 from trainers.checkpoint.array_fingerprints import measured
 from trainers.config import OptimizerConfig, ParameterGroup
 from trainers.config.optimizer import OFFLOADED
+from trainers.loop.beginning import HostCopy
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.param_groups import freezing, trainable
 from trainers.optim.parameter_kinds import ParameterKind
 from trainers.optim.precision import with_master_weights
 from trainers.parallel import host_memory
-from trainers.parallel.host_copy import HostCopy
 from trainers.runtime.executables import ProgramStore
-from trainers.step.kept_update import kept_update
-from trainers.step.offloaded_update import offloaded_update
+from trainers.step.offloaded_update import kept_update, offloaded_update
 
 SHAPES = {
     "embed": (8, 4),

@@ -15,9 +15,9 @@ from orchestrator.config.job import load
 from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.chaos import faults as chaos_faults
 from orchestrator.faultlab.chaos import injectors
+from orchestrator.faultlab.chaos.command import Pace
 from orchestrator.faultlab.chaos.faults import KINDS, overrides_for, schedule
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, flipped, pick_file
-from orchestrator.faultlab.chaos.pace import Pace
 from orchestrator.faultlab.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.faultlab.testbed import clock as chaos_clock
 from orchestrator.faultlab.testbed import live_run
