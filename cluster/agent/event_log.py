@@ -19,11 +19,11 @@ MAX_PHASES = 32
 
 
 class Facts:
-    """What an agent knows of the newest generation on its host, whatever its log of events has dropped: the phase, the first step,
-    the last save, the end. A driver that takes over a gang after days learns from this how far it is.
+    """What an agent knows of the newest generation on its host, whatever its log of events has dropped: the phase, the first
+    step, the last save, the end. A driver that takes over a gang after days learns from this how far it is.
 
-    A *fact* is the event that says it. Of each kind there is a fixed number, so facts need no limit, and none is ever dropped. Not
-    thread-safe."""
+    A *fact* is the event that says it. Of each kind there is a fixed number, so facts need no limit, and none is ever dropped.
+    Not thread-safe."""
 
     def __init__(self) -> None:
         self._facts: dict[Hashable, AnyEvent] = {}

@@ -1,5 +1,5 @@
-"""The outcome: the document that says how a launch ended. A restarted driver that finds it does nothing else, and a run that is over
-is not begun again."""
+"""The outcome: the document that says how a launch ended. A restarted driver that finds it does nothing else, and a run that
+is over is not begun again."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ from trainers.config import (
 from trainers.config.context import problems as problems_of_context
 from trainers.config.frozen import BASE
 from trainers.config.model import CONTEXT, batch_axes, num_replicas
+from trainers.config.monitoring import recorder_problems
 from trainers.config.pipeline import PipelineConfig
 from trainers.config.pipeline import problems as problems_of_pipeline
 

@@ -1,5 +1,5 @@
-"""The order of the examples: every epoch has a permutation of its own, which depends on the seed alone, on any machine and with any
-version of NumPy."""
+"""The order of the examples: every epoch has a permutation of its own, which depends on the seed alone, on any machine and with
+any version of NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a compiled program needs of a device's memory, how much there is, what uses it, and what to change first when it has run out."""
+"""What a compiled program needs of a device's memory, how much there is, what uses it, and what to change first if it
+has run out."""
 
 from __future__ import annotations
 

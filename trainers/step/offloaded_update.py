@@ -27,9 +27,9 @@ def kept_update(
     """Returns (updates, the new state of the optimizer), as `optimizer.update` does. If `applied` (bool) is false, the state is
     the old one, bit for bit, and the caller must not use the updates. Traced.
 
-    A `where` around `optimizer.update` would do the same, but it computes the updates from a state that the `where` has not seen. So
-    the compiler copies the old state before it writes the new one: a second state in memory, and two thirds of the time of an update
-    of AdamW on a CPU."""
+    A `where` around `optimizer.update` would do the same, but it computes the updates from a state that the `where` has not
+    seen. So the compiler copies the old state before it writes the new one: a second state in memory, and two thirds of the time
+    of an update of AdamW on a CPU."""
     program, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(gradients, opt_state, params)
     num_updates, old_leaves = len(jax.tree.leaves(shapes[0])), jax.tree.leaves(opt_state)
     atoms = program.jaxpr.outvars[num_updates:]
