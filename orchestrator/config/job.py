@@ -36,7 +36,7 @@ from orchestrator.tracking.config import TrackingConfig
 from trainers import settings
 from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
-from trainers.config.model import SLICE
+from trainers.config.mesh import SLICE
 from trainers.settings import ARGUMENTS_CLASS, Settings
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]

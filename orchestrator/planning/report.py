@@ -18,7 +18,8 @@ from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
 from trainers.config import pipeline
 from trainers.config.attention import choose, choose_exchange
-from trainers.config.model import AUTO, CHOICES, CONTEXT, PIPELINE, num_replicas
+from trainers.config.mesh import CONTEXT, PIPELINE, num_replicas
+from trainers.config.model import AUTO, CHOICES
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 IN_FP8 = "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"

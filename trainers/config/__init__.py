@@ -1,9 +1,12 @@
 """The sections of the configuration, each checked as it is built. Free of JAX."""
 
+from trainers.config.checkpoint import CheckpointConfig
 from trainers.config.data import DataConfig
-from trainers.config.evaluation import CheckpointConfig, EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
+from trainers.config.evaluation import EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
 from trainers.config.frozen import FrozenConfig, LoraConfig
-from trainers.config.model import LossConfig, MeshConfig, ModelConfig
+from trainers.config.loss import LossConfig
+from trainers.config.mesh import MeshConfig
+from trainers.config.model import ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
 from trainers.config.tasks import ClassificationConfig, DistillationConfig, PreferenceConfig

@@ -40,11 +40,11 @@ from trainers.config import (
     PruningConfig,
     VisionConfig,
     attention,
-    divisions,
+    mesh,
 )
-from trainers.config.context import problems as problems_of_context
 from trainers.config.frozen import BASE
-from trainers.config.model import CONTEXT, batch_axes, num_replicas
+from trainers.config.mesh import CONTEXT, batch_axes, num_replicas
+from trainers.config.mesh import context_problems as problems_of_context
 from trainers.config.monitoring import recorder_problems
 from trainers.config.pipeline import PipelineConfig
 from trainers.config.pipeline import problems as problems_of_pipeline
@@ -239,7 +239,7 @@ class TrainingArguments(Section):
         """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide what
         its devices share, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        not_divided = divisions.problems(divisions.of_arguments(self, sizes), sizes, num_devices)
+        not_divided = mesh.problems(mesh.of_arguments(self, sizes), sizes, num_devices)
         require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes), *not_divided])
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))

@@ -1,10 +1,9 @@
-"""The sections for the model, its data, its loss, and the mesh."""
+"""The section `model`: a decoder. Free of JAX."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,87 +11,7 @@ from gangway.config.conversion import convert_sections
 from gangway.config.section import Section, did_you_mean, require, require_none, too_small
 from trainers.config import combinations
 from trainers.config.attention import EXCHANGES, KERNELS
-from trainers.config.divisions import sizes_that_fit
 from trainers.config.families import FAMILIES, Family, biased, misspelt
-
-SLICE = "slice"
-"""The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""
-BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes over which examples are divided: each coordinate on them, and on those of the slices and of the pipeline, is one
-replica."""
-PIPELINE = "pipeline"
-"""The mesh axis over which the layers of a model are divided: each coordinate is a stage. A mesh has it only if it is more than
-1."""
-TENSOR = "tensor"
-CONTEXT = "context"
-"""The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
-
-
-OPTIONAL = (SLICE, PIPELINE, CONTEXT)
-"""Axes that a mesh has only if they are more than 1."""
-
-
-def num_replicas(sizes: Mapping[str, int]) -> int:
-    """Returns how many replicas share the examples on a mesh with these axis sizes."""
-    return math.prod(sizes[axis] for axis in batch_axes(sizes))
-
-
-def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes over which a mesh with these axis sizes divides examples: the slices first, and last the stages of the
-    pipeline, which pass the examples of all of them on to each other."""
-    return tuple(axis for axis in (SLICE, *BATCH_AXES, PIPELINE) if axis in sizes or axis in BATCH_AXES)
-
-
-def stage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes over which the examples within one stage are divided: `batch_axes` without that of the stages."""
-    return tuple(axis for axis in batch_axes(sizes) if axis != PIPELINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig(Section):
-    """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
-
-    slice: int = 1
-    """How many slices the mesh spans: those of TPUs, elsewhere groups of hosts (of one host: of its devices). The network between
-    them is slower. Each slice has all parameters (or their shares on the other axes), and its share of the examples."""
-    pipeline: int = 1
-    """How many stages the layers are divided into. Each stage has its layers alone, and passes what it makes of a few examples
-    (`pipeline.microbatches`) on to the next one. All stages work at once, but for the beginning and the end of a step."""
-    data: int = -1
-    """Each coordinate has all parameters (or its share on the other axes), and its share of the examples."""
-    fsdp: int = 1
-    """Parameters, gradients and the optimizer's state are divided over this axis, and so are the examples."""
-    expert: int = 1
-    """The experts of a mixture are divided over this axis, and so are the examples."""
-    context: int = 1
-    """The tokens of each sequence are divided over this axis, and so are the parameters, as over `fsdp`."""
-    tensor: int = 1
-    """The matrices of each layer are divided over this axis: heads, the channels of the MLP, the vocabulary."""
-
-    def __post_init__(self):
-        sizes = dataclasses.asdict(self)
-        for name, size in sizes.items():
-            require(size == -1 or size >= 1, f"mesh axis {name} = {size}: expected a positive size, or -1 for what is left")
-        require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
-
-    def resolve(self, num_devices: int) -> dict[str, int]:
-        """Returns the axis sizes for `num_devices` devices, those of `slice`, `pipeline` and `context` only if they are more than
-        1. Raises ValueError if they do not multiply to it."""
-        sizes = dataclasses.asdict(self)
-        fixed = 1
-        for size in sizes.values():
-            fixed *= size if size != -1 else 1
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in OPTIONAL or size != 1)
-        if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
-            fits = ", ".join(sizes_that_fit({name: size for name, size in sizes.items() if size != 1}, num_devices))
-            raise ValueError(
-                f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices}"
-                f"{f'; what would fit: {fits}' if fits else ''}; set one axis to -1 to let it take what is left"
-            )
-        found = {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
-        # Programs of meshes without these axes are those of before there were any.
-        return {name: size for name, size in found.items() if name not in OPTIONAL or size > 1}
-
 
 REMAT = (
     *("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable", "save_dot_except_mlp", "save_qkv_proj"),
@@ -114,8 +33,6 @@ REMAT_OF_OTHERS = {
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_divisor")
 
-NO_TARGET = -100
-"""The label that other libraries give to what is no target."""
 
 OF_EXECUTION = ("remat", "attention", "context_attention", "grouped_product", "fp8")
 """Keys of `model` that say how a model is computed, and not which model it is."""
@@ -360,37 +277,3 @@ def problems_of_remat(remat: str, known: Sequence[str] = REMAT) -> Iterator[str]
 def unrolled(num_layers: int, remat: str, platform: str | None) -> bool:
     # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
     return platform == "cpu" and num_layers <= UNROLLED_LAYERS and remat == "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig(Section):
-    """Settings of the loss of the built-in tasks."""
-
-    z_loss_weight: float = 0.0
-    """The weight of the mean square of log Z, the logarithm of the sum of exp(logits), which keeps it near 0 (Chowdhery et al.,
-    2022, section 5). 0: it is not computed."""
-
-    load_balancing_weight: float = 0.0
-    """Of a mixture of experts: the weight of the loss that keeps the experts' loads equal, E sum(f p) over the E experts, where f
-    is the part of the tokens that an expert gets, and p its mean probability, both over all layers (Fedus et al., 2021, section
-    2.2). Each micro-batch has its own f and p."""
-    router_z_loss_weight: float = 0.0
-    """Of a mixture of experts: the weight of the mean square of the logarithm of the sum of exp(router's logits), over tokens and
-    layers, which keeps these logits small (Zoph et al., 2022, section 3.1)."""
-    label_smoothing: float = 0.0
-    """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016, section 7). The
-    published perplexity is then that of the smoothed loss."""
-    ignore_index: int | None = None
-    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one. -100
-    is the id of no token, so it leaves out none."""
-
-    def __post_init__(self):
-        require_none(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from too_small(self, 0, "z_loss_weight", "load_balancing_weight", "router_z_loss_weight")
-        if not 0 <= self.label_smoothing < 1:
-            yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 1"
-        if self.ignore_index is not None and self.ignore_index < 0 and self.ignore_index != NO_TARGET:
-            problem = "expected an id of the vocabulary, for targets are the model's input too"
-            yield f"ignore_index = {self.ignore_index}: {problem}; or {NO_TARGET}, which is that of no token"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gangway.config.section import Section, require_none, too_small
-from trainers.config.divisions import nearest_multiples
-from trainers.config.model import PIPELINE, num_replicas
+from trainers.config.mesh import PIPELINE, nearest_multiples, num_replicas
 
 MICROBATCHES_PER_STAGE = 4
 """How many micro-batches there are at most for each stage, if nobody says how many: the stages then rest for less than a fifth of

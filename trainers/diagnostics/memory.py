@@ -13,7 +13,7 @@ import jax
 
 from gangway.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.config.model import PIPELINE, num_replicas
+from trainers.config.mesh import PIPELINE, num_replicas
 from trainers.config.optimizer import OFFLOADED
 from trainers.metrics.host_usage import bytes_of_machine
 from trainers.parallel import host_memory

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trainers.config.model import CONTEXT
+from trainers.config.mesh import CONTEXT
 from trainers.models import partial_attention
 from trainers.models.partial_attention import Gradients, Part, Score, Tokens, joined
 from trainers.parallel import sequence

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.model import CONTEXT, TENSOR
+from trainers.config.mesh import CONTEXT, TENSOR
 from trainers.parallel.mesh import dividing, in_stage, traced_for
 
 Weights = dict[str, jax.Array]

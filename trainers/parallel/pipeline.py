@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.config.model import CONTEXT, PIPELINE, num_replicas, stage_axes
+from trainers.config.mesh import CONTEXT, PIPELINE, num_replicas, stage_axes
 from trainers.config.pipeline import microbatches, num_turns
 from trainers.parallel.mesh import asked_pipeline, traced_for, within_stage
 

@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gangway.config.section import require_none
-from trainers.config.divisions import CHUNKS, Shared, problems
-from trainers.config.model import CONTEXT
+from trainers.config.mesh import CHUNKS, CONTEXT, Shared, problems
 from trainers.parallel.mesh import dividing, rows_over, traced_for
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainers.config.model import CONTEXT, TENSOR
+from trainers.config.mesh import CONTEXT, TENSOR
 from trainers.parallel import sequence
 from trainers.parallel.mesh import by_rows, dividing, over_tensor, traced_for
 

@@ -11,9 +11,8 @@ import numpy as np
 from flax import nnx
 
 from gangway.errors import UsageError
-from trainers.config import divisions
-from trainers.config.divisions import Shared
-from trainers.config.model import CONTEXT, PIPELINE, TENSOR
+from trainers.config import mesh
+from trainers.config.mesh import CONTEXT, PIPELINE, TENSOR, Shared
 from trainers.models.decoder import Decoder
 from trainers.models.encoder import Encoder
 from trainers.parallel import mesh as meshes
@@ -24,9 +23,9 @@ def shared_of(model: nnx.Module) -> Iterator[Shared]:
     known but its logical axes."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Decoder):
-            yield from (divisions.of_layers(module.config), *divisions.of_model(module.config, "model"))
+            yield from (mesh.of_layers(module.config), *mesh.of_model(module.config, "model"))
         elif isinstance(module, Encoder):
-            yield from divisions.of_model(module.config, "vision")
+            yield from mesh.of_model(module.config, "vision")
 
 
 def check_models(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
@@ -40,7 +39,7 @@ def check_models(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> No
                 f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
             )
     for name, model in models.items():
-        if lines := [f"{line} ({name})" for line in divisions.problems(model.shared, mesh_sizes)]:
+        if lines := [f"{line} ({name})" for line in mesh.problems(model.shared, mesh_sizes)]:
             raise UsageError("\n".join(lines))
 
 
@@ -54,7 +53,7 @@ def check_experts(mesh_sizes: Mapping[str, int], *trees: tuple[Any, Any]) -> Non
     if not numbers:
         raise UsageError(f"mesh.expert = {size}: the model has no experts; use mesh.data or mesh.fsdp for these devices")
     experts = [Shared("expert", "the experts of the model", number) for number in sorted(numbers)]
-    if lines := list(divisions.problems(experts, mesh_sizes)):
+    if lines := list(mesh.problems(experts, mesh_sizes)):
         raise UsageError("\n".join(lines))
 
 

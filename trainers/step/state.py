@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from gangway.errors import UsageError
 from trainers.config import LoraConfig, MeshConfig, ParameterGroup
 from trainers.config.arguments import TrainingArguments
-from trainers.config.divisions import Shared
+from trainers.config.mesh import Shared
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
 from trainers.models.created import CREATED, dimensions_as_created, noting_shapes

@@ -16,7 +16,7 @@ import optax
 
 from gangway.errors import NotConfiguredError, UsageError
 from trainers.checkpoint.weights import Adapted
-from trainers.config import ParameterGroup, divisions
+from trainers.config import ParameterGroup, mesh
 from trainers.config.frozen import BASE
 from trainers.evaluation.validation import shapes_of_rows
 from trainers.loop.beginning import with_types_of
@@ -163,7 +163,7 @@ class ModelDesign:
         """Returns a line for each kind of dimension of the parameters that a mesh with these sizes shall divide and does not, and
         for what devices have in common for another reason."""
         models = [self.model, *(each.parts for each in self.frozen_models.values())]
-        common = dict.fromkeys(line for model in models for line in divisions.in_common(model.shared, sizes))
+        common = dict.fromkeys(line for model in models for line in mesh.in_common(model.shared, sizes))
         return [*divided.left_whole(sizes, *self._named_arrays), *common]
 
     @property

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gangway.errors import UsageError
 from trainers.config import MeshConfig, ModelConfig
 from trainers.config.attention import Choice, Needs, choose, problems
-from trainers.config.model import batch_axes
+from trainers.config.mesh import batch_axes
 from trainers.models import attention_kernels
 from trainers.models.attention import attend, causal_mask
 from trainers.models.attention_kernels import blockwise

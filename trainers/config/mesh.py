@@ -1,10 +1,94 @@
-"""What the devices along an axis of the mesh share in equal parts, and the sizes of the axis that fit. Free of JAX."""
+"""The section `mesh`: its axes, what the devices along an axis share in equal parts, and the sizes that fit. Free of JAX."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from gangway.config.section import Section, require
+from trainers.config import attention
+
+SLICE = "slice"
+"""The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes over which examples are divided: each coordinate on them, and on those of the slices and of the pipeline, is one
+replica."""
+PIPELINE = "pipeline"
+"""The mesh axis over which the layers of a model are divided: each coordinate is a stage. A mesh has it only if it is more than
+1."""
+TENSOR = "tensor"
+CONTEXT = "context"
+"""The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
+
+
+OPTIONAL = (SLICE, PIPELINE, CONTEXT)
+"""Axes that a mesh has only if they are more than 1."""
+
+
+def num_replicas(sizes: Mapping[str, int]) -> int:
+    """Returns how many replicas share the examples on a mesh with these axis sizes."""
+    return math.prod(sizes[axis] for axis in batch_axes(sizes))
+
+
+def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes over which a mesh with these axis sizes divides examples: the slices first, and last the stages of the
+    pipeline, which pass the examples of all of them on to each other."""
+    return tuple(axis for axis in (SLICE, *BATCH_AXES, PIPELINE) if axis in sizes or axis in BATCH_AXES)
+
+
+def stage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes over which the examples within one stage are divided: `batch_axes` without that of the stages."""
+    return tuple(axis for axis in batch_axes(sizes) if axis != PIPELINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
+
+    slice: int = 1
+    """How many slices the mesh spans: those of TPUs, elsewhere groups of hosts (of one host: of its devices). The network between
+    them is slower. Each slice has all parameters (or their shares on the other axes), and its share of the examples."""
+    pipeline: int = 1
+    """How many stages the layers are divided into. Each stage has its layers alone, and passes what it makes of a few examples
+    (`pipeline.microbatches`) on to the next one. All stages work at once, but for the beginning and the end of a step."""
+    data: int = -1
+    """Each coordinate has all parameters (or its share on the other axes), and its share of the examples."""
+    fsdp: int = 1
+    """Parameters, gradients and the optimizer's state are divided over this axis, and so are the examples."""
+    expert: int = 1
+    """The experts of a mixture are divided over this axis, and so are the examples."""
+    context: int = 1
+    """The tokens of each sequence are divided over this axis, and so are the parameters, as over `fsdp`."""
+    tensor: int = 1
+    """The matrices of each layer are divided over this axis: heads, the channels of the MLP, the vocabulary."""
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            require(size == -1 or size >= 1, f"mesh axis {name} = {size}: expected a positive size, or -1 for what is left")
+        require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Returns the axis sizes for `num_devices` devices, those of `slice`, `pipeline` and `context` only if they are more than
+        1. Raises ValueError if they do not multiply to it."""
+        sizes = dataclasses.asdict(self)
+        fixed = 1
+        for size in sizes.values():
+            fixed *= size if size != -1 else 1
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in OPTIONAL or size != 1)
+        if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
+            fits = ", ".join(sizes_that_fit({name: size for name, size in sizes.items() if size != 1}, num_devices))
+            raise ValueError(
+                f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices}"
+                f"{f'; what would fit: {fits}' if fits else ''}; set one axis to -1 to let it take what is left"
+            )
+        found = {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+        # Programs of meshes without these axes are those of before there were any.
+        return {name: size for name, size in found.items() if name not in OPTIONAL or size > 1}
+
 
 CHUNKS = 2
 """Of a sequence, for each device of `mesh.context`: an early one and a late one."""
@@ -115,3 +199,15 @@ def sizes_that_fit(given: Mapping[str, int], num_devices: int) -> Iterator[str]:
             yield f"mesh.{axis} = {left}"
         elif left % size:
             yield f"mesh.{axis} = {either(nearest_divisors(left, size))}"
+
+
+def context_problems(arguments: Any, parts: int) -> Iterator[str]:
+    """Yields why `parts` devices cannot share each sequence of a run. `arguments` is a `TrainingArguments`."""
+    if parts == 1:
+        return
+    if arguments.vision is not None:
+        yield (
+            f"mesh.context = {parts}: tokens of images (vision) attend to each other in both directions, which no attention of "
+            "divided sequences knows; use mesh.data or mesh.fsdp for these devices"
+        )
+    yield from attention.check(arguments.model.attention, arguments.attention_needs._replace(context=parts))

@@ -1,0 +1,65 @@
+"""The section `checkpoint`: when a state is saved, and which checkpoints stay. Free of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gangway.config.section import Section, require_none, too_small
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """When a state is saved, and which checkpoints are kept: all that any of the settings asks for, and always the newest."""
+
+    start_from: str | None = None
+    """The whole state that a run without a checkpoint of its own begins with, the position in the data included: the folder of
+    another run (its newest whole checkpoint), RUN/STEP, or a checkpoint. For the parameters alone: `init_from`."""
+    save_steps: int | None = None
+    """A save is due at each step that is a multiple of this. null: not by steps."""
+    save_epochs: int | None = None
+    """A save is due at the end of every so many epochs. null: not by epochs."""
+    save_after_step: int = 0
+    """The first step at which `save_steps` and `save_epochs` may save."""
+    save_after_epochs: int = 0
+    """How many epochs must be complete before they may save."""
+    save_minutes: float | None = None
+    """A save is due this many minutes after the last one. null: not by time."""
+    save_at_end: bool = True
+    """Whether the state is saved at the end of the run."""
+    storage_patience_s: float = 5.0
+    """How long training waits before a save for a storage that does not answer. It then continues, and tries again later."""
+    save_total_limit: int | None = 3
+    """How many of the newest checkpoints are kept. null: all checkpoints are kept."""
+    keep_best: int | None = None
+    """How many of the checkpoints with the best scores (`evaluation.score`) are kept."""
+    keep_every_steps: int | None = None
+    """Checkpoints of a step that is a multiple of this are kept."""
+    keep_model_only: Literal["none", "best", "every", "all"] = "none"
+    """Which older checkpoints keep the parameters alone, in the run's folder `models`: those that `keep_best` keeps, those that
+    `keep_every_steps` keeps, or both. A checkpoint that is also kept for another reason stays whole."""
+    model_every_steps: int | None = None
+    """Save the parameters alone, too, in the folder `models`, at each step that is a multiple of this."""
+    model_limit: int | None = None
+    """How many of the newest of these are kept. null: all. No other setting deletes them."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from too_small(self, 1, "save_steps", "save_epochs", "save_total_limit", "keep_best", "keep_every_steps")
+        if self.start_from is not None and (not self.start_from or "://" in self.start_from):
+            yield f"start_from = {self.start_from!r}: expected a local or mounted folder"
+        yield from too_small(self, 1, "model_every_steps", "model_limit")
+        if self.model_limit is not None and self.model_every_steps is None:
+            yield f"model_limit = {self.model_limit}: nothing saves models at a cadence of its own; set model_every_steps"
+        yield from too_small(self, 0, "save_after_step", "save_after_epochs")
+        if not self.storage_patience_s > 0:
+            yield f"storage_patience_s = {self.storage_patience_s}: expected a positive number of seconds"
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            yield f"save_minutes = {self.save_minutes}: expected a positive number"
+        needs = {"best": ("keep_best",), "every": ("keep_every_steps",), "all": ("keep_best", "keep_every_steps")}
+        for name in needs.get(self.keep_model_only, ()):
+            if getattr(self, name) is None:
+                yield f"keep_model_only = {self.keep_model_only!r}: nothing is kept by {name}; set it, or keep_model_only=none"
