@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from gangway.config.section import Section, require_none, too_small
 
-
 NO_TARGET = -100
 """The label that other libraries give to what is no target."""
 
