@@ -22,7 +22,7 @@ from trainers.callbacks import Callback, RunInfo
 from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.config.arguments import load_object
 from trainers.loop.inflight import Flags
-from trainers.loop.time_used import TimeUsed
+from trainers.loop.saver import TimeUsed
 from trainers.settings import read
 from trainers.trainer.assembly import assemble
 from trainers.trainer.beginnings import beginning

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gangway.first_line import say
-from gangway.storage import documents, not_finite
+from gangway.storage import documents, json_text
 from gangway.storage.documents import DamagedDocument
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if arguments.json:
-        print(not_finite.dumps([asdict(row) for row in rows], indent=1))
+        print(json_text.dumps([asdict(row) for row in rows], indent=1))
     else:
         show(folder, rows, Console())
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE

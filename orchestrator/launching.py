@@ -26,7 +26,7 @@ from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect, head_address
 from orchestrator.driver.ray_train import fit, import_ray_train
 from orchestrator.events import Note, Status
-from orchestrator.failures import missing_code
+from orchestrator.failures.classify import explain_missing_code
 from orchestrator.planning import report
 from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
@@ -315,4 +315,4 @@ def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, los
 
 
 def why_no_outcome(error: BaseException | None, lost: str | None) -> str:
-    return masked(lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}")
+    return masked(lost or explain_missing_code(str(error)) or f"the driver ended without an outcome: {error!r}")

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"planning {options.config}: nothing is started", stream=sys.stderr)
     # After the first line: this imports much.
     from gangway.config.masking import masked
-    from gangway.storage import not_finite
+    from gangway.storage import json_text
     from orchestrator.config.job import ConfigError, load
     from orchestrator.planning import hardware, meshes
     from orchestrator.planning.child import PlanError
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
     told = meshes.lines(found) if options.meshes else lines(found)
-    print(not_finite.dumps(found, indent=1) if options.json else "\n".join(told))
+    print(json_text.dumps(found, indent=1) if options.json else "\n".join(told))
     return EXIT_FITS if found["fits"] else EXIT_REFUSED
 
 

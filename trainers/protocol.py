@@ -247,7 +247,7 @@ class CheckpointManagerProtocol(Protocol):
         """Returns where the checkpoint of a step is."""
 
     def fingerprint(self, state: Any) -> Any:
-        """Returns `trainers.checkpoint.array_fingerprints.fingerprints` of the state."""
+        """Returns `trainers.checkpoint.fingerprints.fingerprints` of the state."""
 
     def load_ahead(self, state: Any) -> None:
         """Called before `restore` with the shapes of the state: what restoring needs may be loaded meanwhile."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from cluster.agent import effects, inputs, log_growth, machine, preemption, stack_dump
+from cluster.agent import effects, inputs, machine, preemption, printed, stack_dump
 from cluster.agent.child_process import ChildProcess, child_env, import_path, log_tail
 from cluster.agent.inputs import Input, Now
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
@@ -111,7 +111,7 @@ class HostAgent:
         self._precompilation = Precompilation(module, full_env, self._logs)
         _in_background("watchdog", self._keep_looking)
         _in_background("lease", self._keep_lease)
-        _in_background("growth of logs", log_growth.follow, self._current_log, self._on_output, self._ended)
+        _in_background("growth of logs", printed.follow, self._current_log, self._on_output, self._ended)
         if sources := preemption.sources(notice_file, metadata):
             on_notice: Callable[..., None] = lambda notice: self._feed(inputs.Notice(notice))  # noqa: E731
             _in_background("notices", preemption.poll_sources, sources, on_notice, self._on_note)

@@ -60,3 +60,27 @@ class Printed:
         # Of a progress bar, which writes over its line, the last state.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in new[:complete].decode(errors="replace").split("\n")]
         return [line[:MAX_LINE] for line in lines if line.strip()]
+
+
+LOOK_EVERY_S = 1.0
+
+
+def follow(path: Callable[[], str | None], on_growth: Callable[[], None], closed: threading.Event) -> None:
+    """Calls `on_growth` whenever the log at `path()` has another size than a second ago, until `closed` is set.
+
+    To be run in a thread of its own, without a lock: a disk may hang. Another path is another process, and no growth.
+    """
+    seen: tuple[str | None, int | None] = (None, None)
+    while not closed.wait(LOOK_EVERY_S):
+        present = path()
+        size = _size(present)
+        if present == seen[0] and size != seen[1]:
+            on_growth()
+        seen = (present, size)
+
+
+def _size(path: str | None) -> int | None:
+    try:
+        return None if path is None else os.path.getsize(path)
+    except OSError:
+        return None

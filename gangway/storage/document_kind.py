@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from gangway.storage import documents, ours, sealed, shapes
+from gangway.storage import documents, json_text, ours, shapes
 from gangway.storage.documents import DamagedDocument, NewerDocument, Where
-from gangway.storage.not_finite import SUFFIX, shown
+from gangway.storage.json_text import SUFFIX, show_not_finite
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageRefused
 
@@ -38,11 +38,11 @@ class DocumentKind:
 
     def text(self, contents: Mapping[str, Any]) -> str:
         """Returns the document as JSON text."""
-        return sealed.seal({FORMAT: self.format, **contents})
+        return json_text.seal({FORMAT: self.format, **contents})
 
     def line(self, contents: Mapping[str, Any]) -> str:
         """Returns the document as one line of JSON."""
-        return sealed.seal({FORMAT: self.format, **contents}, indent=None)
+        return json_text.seal({FORMAT: self.format, **contents}, indent=None)
 
     def parse(self, text: str | bytes, where: object) -> dict[str, Any]:
         """Returns the contents of a document. Raises DamagedDocument or NewerDocument, which name it as `where`."""
@@ -56,14 +56,14 @@ class DocumentKind:
             raise DamagedDocument(f"{where}: damaged: expected a JSON object, found {type(document).__name__}")
         contents = {key: value for key, value in document.items() if key not in (FORMAT, DIGEST)}
         if marked:
-            contents = shown(contents)
+            contents = show_not_finite(contents)
         # A document of a program before there were formats may have a digest.
         written_as = document.get(FORMAT, self.format if self.without_format else None)
         unmarked = self.without_format and FORMAT not in document and DIGEST not in document
         if unmarked and not contents:
             raise DamagedDocument(f"{where}: damaged: nothing is in it")  # no program has ever written that
         # First: a flipped bit in the format must not look like a newer program.
-        if not unmarked and not sealed.is_whole(document):
+        if not unmarked and not json_text.is_whole(document):
             raise DamagedDocument(f"{where}: damaged: its contents do not have the digest that it says")
         if isinstance(written_as, int) and written_as > self.format:
             raise NewerDocument(

@@ -11,7 +11,7 @@ import os
 import posixpath
 from typing import Any
 
-from gangway.storage import not_finite, opening, ours
+from gangway.storage import json_text, opening, ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageRefused
 
@@ -39,7 +39,7 @@ def join(folder: str | os.PathLike[str], *names: str) -> str:
 
 def write_json(path: Where, data: Any) -> None:
     """Replaces the document atomically: a reader finds the old one or the new one, never a part. Raises OSError."""
-    write_text(path, not_finite.dumps(data, indent=1) + "\n")
+    write_text(path, json_text.dumps(data, indent=1) + "\n")
 
 
 def write_text(path: Where, text: str) -> None:
@@ -54,7 +54,7 @@ def create_json(path: Where, data: Any) -> bool:
     If the file system has no hard links, a reader may find the document empty or incomplete while it is written. `read_json`
     then raises DamagedDocument; the document belongs to its writer all the same.
     """
-    return create_text(path, not_finite.dumps(data, indent=1) + "\n")
+    return create_text(path, json_text.dumps(data, indent=1) + "\n")
 
 
 def create_text(path: Where, text: str) -> bool:
@@ -65,7 +65,7 @@ def create_text(path: Where, text: str) -> bool:
 def read_json(path: Where) -> Any | None:
     """Returns the document; None if there is none. Raises DamagedDocument if it is not JSON, and OSError."""
     content = read_bytes(path)
-    return None if content is None else not_finite.shown(parse(content, path))
+    return None if content is None else json_text.show_not_finite(parse(content, path))
 
 
 def read_bytes(path: Where) -> bytes | None:

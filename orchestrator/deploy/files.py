@@ -18,7 +18,7 @@ from cluster.hosts import config as hosts_config
 from cluster.hosts.tpu import generation
 from gangway.storage import documents, durable
 from orchestrator.config.job import ConfigError, JobConfig, given, to_dict
-from orchestrator.deploy import paths, refusals, secrets
+from orchestrator.deploy import refusals
 from orchestrator.deploy.request import TPUS, Request
 from orchestrator.shipped.files import CONFIGS, folder_of
 
@@ -75,7 +75,7 @@ def values(config: JobConfig, request: Request) -> dict[str, Any]:
     extra = {"gpu": "[cuda12]", "tpu": "[tpu]", "cpu": ""}[hosts.kind]
     least, most = _groups(config)
     resource = resource_name(config.training.name)
-    env_file = "set -a; . ~/.gangway.env; set +a;" if secrets.variables(config) else ""
+    env_file = "set -a; . ~/.gangway.env; set +a;" if refusals.secret_variables(config) else ""
     return {
         "name": config.training.name,
         "resource": resource,
@@ -92,7 +92,7 @@ def values(config: JobConfig, request: Request) -> dict[str, Any]:
         "machine": request.machine,
         "gpu_image": GPU_IMAGE,
         "spot": request.spot,
-        "secrets": secrets.variables(config),
+        "secrets": refusals.secret_variables(config),
         "folder": None if documents.is_url(config.training.storage) else config.training.storage,
         "cpus": cpus,
         "gpus": gpus,
@@ -149,7 +149,9 @@ def _shape(config: JobConfig) -> str:
 def deployed_config(config: JobConfig, request: Request) -> str:
     """Returns the configuration of the deployment as YAML: what differs from the defaults, its name, no secrets."""
     hosts = config.hosts
-    changed: dict[str, Any] = {"env": {name: text for name, text in hosts.env.items() if name not in secrets.variables(config)}}
+    changed: dict[str, Any] = {
+        "env": {name: text for name, text in hosts.env.items() if name not in refusals.secret_variables(config)}
+    }
     if hosts.kind == "cpu" and hosts_config.num_hosts(hosts) + hosts.spares > 1:
         changed["spread"] = True  # one host on each pod or machine that is asked for
     if request.to == "ray-cluster" and hosts.start_timeout_s == type(hosts).start_timeout_s:
@@ -157,7 +159,7 @@ def deployed_config(config: JobConfig, request: Request) -> str:
     deployed = dataclasses.replace(config, hosts=dataclasses.replace(hosts, **changed))
     data = _of({**given(deployed), "name": None, "storage": None}, to_dict(deployed))
     if request.to != "slurm":
-        data = paths.copied(data, os.getcwd())
+        data = refusals.copied_paths(data, os.getcwd())
     return yaml.safe_dump({"name": data.pop("name"), **data}, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -183,11 +185,11 @@ def next_commands(config: JobConfig, request: Request) -> Iterator[str]:
         yield f"sbatch {shlex.quote(f'{out}/run.sh')}"
         return
     yield f"pip wheel --no-deps --wheel-dir {shlex.quote(f'{out}/wheels')} GANGWAY    # its source, or address"
-    if names := secrets.variables(config):
+    if names := refusals.secret_variables(config):
         kept = f"~/.gangway/{resource}.env"
         yield f"write {', '.join(names)} as NAME=VALUE into {kept}, and chmod 600 {kept}"
     if request.image:
-        if secrets.variables(config):
+        if refusals.secret_variables(config):
             yield f"kubectl create secret generic {resource}-env --from-env-file={kept}"
         yield f"docker build --file {out}/Dockerfile --tag {request.image} . && docker push {request.image}"
         yield f"kubectl apply --filename {out}/rayjob.yaml"

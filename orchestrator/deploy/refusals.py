@@ -1,17 +1,19 @@
-"""Why a configuration cannot be deployed as it was asked: every reason, with the key or option, the value, and the way out."""
+"""Why a configuration cannot be deployed as it was asked: every reason, with the key or option, the value, and the way out. Which
+files of this machine it names, and what of it must be in no file. Pure, but for the question whether a file is there."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from cluster.hosts.environment import OVERWRITTEN, is_among
 from cluster.hosts.tpu import topology_problem
 from gangway.config.section import did_you_mean
 from gangway.storage import documents
-from orchestrator.config.job import JobConfig, to_dict
-from orchestrator.deploy import paths, secrets
+from orchestrator.config.job import JobConfig, shown, to_dict
 from orchestrator.deploy.request import GPUS_OF_MACHINES, TARGETS, Request
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
@@ -33,11 +35,11 @@ def problems(config: JobConfig, request: Request) -> Iterator[str]:
     yield from _storage(config, request)
     if config.driver.address:
         yield f"driver.address = {config.driver.address!r}: leave it out: the deployment says where its Ray is"
-    yield from secrets.problems(config)
+    yield from secret_problems(config)
     yield from _options(request)
     yield from _machine(config, request)
     if request.to != "slurm":
-        yield from paths.problems(to_dict(config), os.getcwd())
+        yield from path_problems(to_dict(config), os.getcwd())
     if request.to != "slurm" and not _is_inside(request.out):
         yield f"--out {request.out}: expected a folder inside the working folder, from which your code is taken"
 
@@ -110,3 +112,81 @@ def region(request: Request) -> str | None:
 
 def _is_inside(folder: Path) -> bool:
     return folder.resolve().is_relative_to(Path.cwd().resolve())
+
+
+OF_HOSTS = ("storage", "cache_dir", "hosts")
+"""Keys and sections with paths of the hosts: nothing is copied there."""
+
+
+def copied_paths(data: Mapping[str, Any], here: str) -> dict[str, Any]:
+    """Returns the data of a configuration with the paths inside the working folder `here` relative to it."""
+    return {name: value if name in OF_HOSTS else _relative(value, here) for name, value in data.items()}
+
+
+def path_problems(data: Mapping[str, Any], here: str) -> Iterator[str]:
+    """Yields a line for each path that is on this machine and not in its working folder."""
+    for name, value in data.items():
+        if name not in OF_HOSTS:
+            yield from _outside(value, here, name)
+
+
+def _relative(value: Any, here: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _relative(item, here) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_relative(item, here) for item in value]
+    return os.path.relpath(value, here) if isinstance(value, str) and _is_below(value, here) else value
+
+
+def _outside(value: Any, here: str, key: str) -> Iterator[str]:
+    if isinstance(value, Mapping | list):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _outside(item, here, f"{key}.{name}")
+    elif isinstance(value, str) and _is_here(value) and not _is_below(value, here):
+        yield (
+            f"{key} = {value}: a file or folder of this machine outside the working folder, which the hosts will not have; "
+            "copy it into the working folder, or to a bucket"
+        )
+
+
+def _is_here(path: str) -> bool:
+    full = os.path.expanduser(path)
+    return os.path.isabs(full) and os.path.exists(full)
+
+
+def _is_below(path: str, here: str) -> bool:
+    return os.path.isabs(path) and os.path.normpath(path).startswith(here + os.sep)
+
+
+PUBLIC = dict.fromkeys(
+    ("XLA_*", "LIBTPU_*", "NCCL_*", "JAX_*", "TPU_*", "TF_CPP_*", "CUDA_*", "OMP_*", "GANGWAY_*", "GRPC_*", *OVERWRITTEN), ""
+)
+"""Variables of `hosts.env` that are settings of libraries. They stay in the configuration: all others are taken for secrets."""
+
+
+def secret_variables(config: JobConfig) -> tuple[str, ...]:
+    """Returns the names of the variables of `hosts.env` that only their machines may know."""
+    return tuple(name for name in config.hosts.env if not is_among(name, PUBLIC))
+
+
+def secret_problems(config: JobConfig) -> Iterator[str]:
+    """Yields a line for each secret that a deployment has no place for."""
+    if "RAY_AUTH_TOKEN" in config.hosts.env:
+        yield "hosts.env.RAY_AUTH_TOKEN: leave it out: a deployment makes the token of its cluster, and keeps it in no file"
+    for key in _differing(to_dict(config), shown(config)):
+        if not key.startswith("hosts.env."):
+            advice = {
+                "notify.webhook": "use notify.command instead, with a variable of hosts.env: [sh, -c, 'curl ... \"$WEBHOOK\"']",
+                "tracking.uri": "leave the user out, and give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in hosts.env",
+            }
+            way_out = advice.get(key, "give it by a variable of hosts.env")
+            yield f"{key}: it holds a secret, which no file of a deployment may; {way_out}"
+
+
+def _differing(full: Any, masked: Any, name: str = "") -> Iterator[str]:
+    """Yields the keys of what masking has changed."""
+    if isinstance(full, Mapping):
+        for key, value in full.items():
+            yield from _differing(value, masked[key], f"{name}.{key}" if name else str(key))
+    elif full != masked:
+        yield name

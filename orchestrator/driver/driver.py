@@ -45,8 +45,7 @@ from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.time_limit import TimeLimit
-from orchestrator.failures import missing_code
-from orchestrator.failures.classify import Failure, FailureKind
+from orchestrator.failures.classify import Failure, FailureKind, explain_missing_code
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
@@ -209,7 +208,7 @@ class Driver:
         try:
             gang = self.gangs.reserve(self.config.hosts, name, check_stop=check_stop, **self._agent_options())
         except GangTimeout as error:
-            raise TrainingFailed(missing_code.explain(str(error)) or str(error)) from error
+            raise TrainingFailed(explain_missing_code(str(error)) or str(error)) from error
         self._use(gang)
         self._form()
         self.launch.formed(self._record(Generation(NO_GENERATION, 0, began_at_s=self.clock())))

@@ -8,6 +8,7 @@ is none, but a time limit has passed, the gang hangs: then the stacks of all hos
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from gangway.errors import HOW_TO_SHIP
 from orchestrator.failures import hang_analysis
 from orchestrator.failures.post_mortem import PostMortem, describe, read_post_mortem
 
@@ -291,3 +293,17 @@ def _no_answer(alive: PostMortem, failed: Sequence[PostMortem]) -> Failure:
     evidence = {name: value for name, value in facts.items() if value is not None}
     collateral = tuple(sorted(p.host for p in failed))
     return Failure(kind=FailureKind.HANG, host=alive.host, evidence=evidence, collateral=collateral)
+
+
+NO_MODULE = re.compile(r"ModuleNotFoundError\W+No module named \W*([\w.]+)")
+ADDRESS = re.compile(r"\bip=([\w.:]+)")
+
+
+def explain_missing_code(text: str) -> str | None:
+    """Returns which module is missing on which machine, and what to do; None if the text tells of something else."""
+    missing = NO_MODULE.search(text)
+    if missing is None:
+        return None
+    machine = ADDRESS.search(text)
+    where = f"on the machine {machine[1]}" if machine else "on one of the machines of the cluster"
+    return f"no module named {missing[1]!r} {where}: {HOW_TO_SHIP}"

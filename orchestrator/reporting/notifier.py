@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from gangway.storage import not_finite
+from gangway.storage import json_text
 from orchestrator.policies.notices import Notice, Notices, NotifyConfig
 
 DELAYS_S = (1.0, 5.0, 30.0)
@@ -107,7 +107,7 @@ class Notifier:
         if not self._config.command:
             return
         about = {"GANGWAY_EVENT": notice.event, "GANGWAY_RUN": self._notices.run, "GANGWAY_TEXT": notice.text}
-        body = not_finite.dumps(self._body(notice)) + "\n"  # so that `cat >> FILE` makes lines of JSON
+        body = json_text.dumps(self._body(notice)) + "\n"  # so that `cat >> FILE` makes lines of JSON
         subprocess.run(
             self._config.command,
             input=body,
@@ -124,7 +124,7 @@ class Notifier:
             return
         host = urlsplit(self._config.webhook).hostname or ""
         body = {"text": notice.text} if f".{host}".endswith(SLACK) else self._body(notice)
-        data = not_finite.dumps(body).encode()
+        data = json_text.dumps(body).encode()
         request = urllib.request.Request(self._config.webhook, data, {"Content-Type": "application/json"}, method="POST")
         with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S) as answer:
             answer.read()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gangway.storage import documents, identity, not_finite
+from gangway.storage import documents, identity, json_text
 from gangway.storage.document_kind import DocumentKind
 from gangway.storage.documents import DamagedDocument
 from orchestrator.failures.history import PastFailure
@@ -229,7 +229,7 @@ class Launch:
         """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
         self._num_marks += 1
         line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
-        text = not_finite.dumps(line) + "\n"
+        text = json_text.dumps(line) + "\n"
         # A key for each: a waiting job with the same key would be replaced, and its line lost.
         self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gangway.program import Parser
 from gangway.published import SYSTEM, number
-from gangway.storage import documents, not_finite
+from gangway.storage import documents, json_text
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from gangway.terminal import command
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
-        print(not_finite.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
+        print(json_text.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
         return EXIT_FINE
     show(Console(highlight=False), [folder.name for folder in folders], settings, results)
     return EXIT_FINE

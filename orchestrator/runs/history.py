@@ -14,7 +14,7 @@ from itertools import pairwise
 from gangway.config.section import did_you_mean
 from gangway.program import Parser
 from gangway.published import SYSTEM, number
-from gangway.storage import not_finite
+from gangway.storage import json_text
 from gangway.storage.documents import DamagedDocument, Where
 from gangway.storage.opening import place_of
 from gangway.terminal import command
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except REFUSALS as error:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
-    print(not_finite.dumps(chosen) if options.json else "\n".join(chart(chosen)))
+    print(json_text.dumps(chosen) if options.json else "\n".join(chart(chosen)))
     return EXIT_FINE
 
 

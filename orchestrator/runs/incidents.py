@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gangway.storage import not_finite
+from gangway.storage import json_text
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from gangway.terminal import command
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:
-        print(not_finite.dumps([incident.to_dict() for incident in chosen], indent=1))
+        print(json_text.dumps([incident.to_dict() for incident in chosen], indent=1))
     elif options.number is not None:
         show_one(Console(highlight=False), options.number, chosen[0])
     else:
@@ -127,7 +127,7 @@ def evidence(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _text(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
-    return value if isinstance(value, str) else not_finite.dumps(value, indent=1)
+    return value if isinstance(value, str) else json_text.dumps(value, indent=1)
 
 
 if __name__ == "__main__":

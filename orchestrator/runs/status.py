@@ -18,7 +18,7 @@ from rich.text import Text
 
 from gangway.program import Parser
 from gangway.published import counted, own, shown
-from gangway.storage import documents, not_finite, several
+from gangway.storage import documents, json_text, several
 from gangway.storage.opening import place_of
 from gangway.terminal import command, nobody_looks
 from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, in_one_line, is_run, run_of, runs_in
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
-        print(not_finite.dumps([as_document(one) for one in found], indent=1))
+        print(json_text.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE
     screen = Console(highlight=False)
     if not screen.is_terminal:

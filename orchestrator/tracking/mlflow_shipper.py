@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 
 from gangway.config.masking import MASK, masked
 from gangway.program import Parser
-from gangway.storage import documents, durable, identity, not_finite, opening
+from gangway.storage import documents, durable, identity, json_text, opening
 from gangway.storage.documents import DamagedDocument
 from gangway.terminal import command
-from orchestrator.tracking import launches, mlflow_store, registration
+from orchestrator.tracking import mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
-from orchestrator.tracking.launches import KEY_TAG, NAME_TAG, PARENT_TAG
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
 from orchestrator.tracking.tracker import left_over
+from trainers.config.arguments import PLACE
 
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -354,10 +354,10 @@ class Shipper:
             self._state.model = run.register(record)
             return
         if "launch" in record:
-            launches.begin(run, self._state, record)  # first: the run still has the settings of before
+            begin_launch(run, self._state, record)  # first: the run still has the settings of before
         run.send_record(record)
         if record.get("status", "RUNNING") != "RUNNING":
-            launches.end(run, self._state, record["status"], record["t"])
+            end_launch(run, self._state, record["status"], record["t"])
 
     def _send_values(self, values: Sequence[Value], run: MlflowRun) -> None:
         """Sends values. If they are refused, it tries the halves, until the wrong value is alone and can be set aside."""
@@ -383,7 +383,7 @@ class Shipper:
 
     def _set_aside(self, what: Any, why: str) -> None:
         with durable.appending(documents.join(self._folder, "rejected.jsonl")) as file:
-            file.write(not_finite.dumps({"rejected": what, "why": masked(why)}).encode() + b"\n")
+            file.write(json_text.dumps({"rejected": what, "why": masked(why)}).encode() + b"\n")
         self._state.rejected += 1
 
     def _note_problem(self, error: Exception) -> None:
@@ -447,3 +447,39 @@ def _read_orders(drain: threading.Event) -> None:
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+KEY_TAG = "gangway.key"
+PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
+NOT_SET = "(not set)"
+NAMED = 3
+"""So many of the changed settings are in the name of a nested run."""
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings that differ, by their new values; where the run is stored is none of them."""
+    names = [name for name in (*now, *(name for name in before if name not in now)) if name.partition(".")[0] not in PLACE]
+    return {name: now.get(name, NOT_SET) for name in names if before.get(name) != now.get(name)}
+
+
+def begin_launch(run: Any, state: State, record: Mapping[str, Any]) -> None:
+    """Begins the launch of a line of the spool, once for all its drivers. `run` is the `MlflowRun`. What `state` then says is
+    kept with the progress of the shipper: a line that comes twice finds the nested run that it has made."""
+    if record["launch"] != state.launch:
+        end_launch(run, state, "FAILED", state.last_s or record["t"])  # its end was never told
+        changed = changes(state.settings, record["params"]) if state.settings else {}
+        if changed:
+            state.nested = run.nested(record["launch"], _name(changed), changed, record["t"])
+        state.launch, state.settings = record["launch"], dict(record["params"])
+
+
+def end_launch(run: Any, state: State, status: str, at_s: float) -> None:
+    """Ends the nested run of the present launch, if it has one."""
+    if state.nested is not None:
+        run.end_nested(state.nested, status, at_s)
+    state.nested = None
+
+
+def _name(changed: Mapping[str, str]) -> str:
+    shown = [f"{name} = {value[:40]}" for name, value in list(changed.items())[:NAMED]]
+    return "resumed: " + ", ".join(shown) + (f", and {len(changed) - NAMED} more" if len(changed) > NAMED else "")

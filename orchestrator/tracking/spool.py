@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from gangway.storage import documents, durable, not_finite, shapes
+from gangway.storage import documents, durable, json_text, shapes
 from gangway.storage.document_kind import DocumentKind, set_aside
 from gangway.storage.documents import DamagedDocument
 
@@ -60,7 +60,7 @@ STATE_KIND = DocumentKind(STATE, State, "all metrics are sent to MLflow again, w
 KINDS = {kind.name: kind for kind in (RUN_KIND, STATE_KIND)}
 
 
-_NOT_FINITE = not_finite.SUFFIX.encode()
+_NOT_FINITE = json_text.SUFFIX.encode()
 
 
 class _Entry(TypedDict):
@@ -88,7 +88,7 @@ def entry(line: bytes) -> dict[str, Any]:
     """Returns the entry in a line of the spool. Raises DamagedDocument."""
     record = documents.parse(line, SPOOL)
     if _NOT_FINITE in line:  # of a hundred thousand lines almost none
-        record = not_finite.shown(record)
+        record = json_text.show_not_finite(record)
     problem = shapes.problem(_Entry, record)
     missing = [
         f"{other} is missing"
@@ -117,7 +117,7 @@ class Spool:
 
     def append(self, record: Mapping[str, Any]) -> None:
         with self._lock:
-            self._pending += not_finite.dumps(record).encode() + b"\n"
+            self._pending += json_text.dumps(record).encode() + b"\n"
             self._write()
 
     def close(self) -> None:

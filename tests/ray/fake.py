@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.hosts.fake_slices import FakeNode, slice_nodes
+from orchestrator.faultlab.testbed.local_cluster import FakeNode, slice_nodes
 from tests.programs.processes import PATIENCE_S
 
 __all__ = ["FakeNode", "cluster_of", "slice_nodes"]

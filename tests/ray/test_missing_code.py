@@ -7,7 +7,7 @@ import os
 import pytest
 import ray
 
-from orchestrator.failures import missing_code
+from orchestrator.failures import classify
 from orchestrator.launching import exit_status
 from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
@@ -60,8 +60,8 @@ def test_the_project_itself_is_missing_on_a_machine(tmp_path, without):
 
 
 def test_another_error_is_not_taken_for_missing_code():
-    assert missing_code.explain("ModuleNotFoundError: nothing of that kind") is None
-    assert missing_code.explain("ValueError: No module named 'x'") is None
+    assert classify.explain_missing_code("ModuleNotFoundError: nothing of that kind") is None
+    assert classify.explain_missing_code("ValueError: No module named 'x'") is None
 
 
 def test_the_driver_itself_lands_on_a_machine_without_the_code(capsys):

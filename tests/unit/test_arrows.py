@@ -88,7 +88,6 @@ LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")
         "config/attention",
         "config/checkpoint",
         "config/arguments",
-        "config/combinations",
         "config/data",
         "config/loss",
         "config/mesh",

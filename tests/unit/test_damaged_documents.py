@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
-from gangway.storage import documents, sealed
+from gangway.storage import documents, json_text
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import outcome, replay, summary
@@ -115,7 +115,7 @@ def whole(tmp_path_factory, quiet) -> Path:
     (folder / "checkpoints" / "8" / "state").mkdir(parents=True)
     checkpoint = folder / "checkpoints" / "8"
     meta = {"shapes": {".params['w']": "float32[2]"}, "step": 8, "batch_index": 8, "arguments": {"name": "run"}}
-    (checkpoint / "meta.json").write_text(sealed.seal({"format": manifest.FORMAT, **meta}))
+    (checkpoint / "meta.json").write_text(json_text.seal({"format": manifest.FORMAT, **meta}))
     files = {name: manifest.digest(checkpoint / name) for name in manifest.names_below(checkpoint)}
     manifest.write(checkpoint, manifest.Manifest(8, 1000.0, files))
     for place in (folder, folder / "checkpoints"):
@@ -322,7 +322,7 @@ def test_each_document_has_a_format_and_a_digest(whole):
         for text in (whole / place).read_text().splitlines() if place.suffix == ".jsonl" else [(whole / place).read_text()]:
             document = json.loads(text)
             assert isinstance(document.get("format"), int), place
-            assert sealed.is_whole(document), place
+            assert json_text.is_whole(document), place
 
 
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
@@ -335,7 +335,7 @@ def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
         lines = path.read_text().splitlines() if place.suffix == ".jsonl" else [path.read_text()]
         newer = [json.loads(line) for line in lines]
         newer = [{key: value for key, value in document.items() if key != "digest"} | {"format": 99} for document in newer]
-        path.write_text("".join(sealed.seal(document, None if place.suffix == ".jsonl" else 1) for document in newer))
+        path.write_text("".join(json_text.seal(document, None if place.suffix == ".jsonl" else 1) for document in newer))
         told = start(copied)[1]
         assert any(place.name in line and "newer gangway" in line and "99" in line for line in told), (place, told)
         assert path.exists(), "what a newer program wrote is kept"

@@ -12,7 +12,7 @@ SLOW = [file for file in reach.test_files() if re.search(r"pytest\.mark\.slow\("
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("orchestrator/deploy/secrets.py", "tests/unit/orchestrator/deploy/test_kubernetes.py"),
+        ("orchestrator/deploy/refusals.py", "tests/unit/orchestrator/deploy/test_kubernetes.py"),
         ("trainers/step/train_step.py", "tests/unit/trainers/step/test_loss.py"),  # through trainers.base
         ("trainers/tasks/reward.py", "tests/unit/trainers/tasks/test_scoring.py"),  # named by a text
         ("tests/unit/training.py", "tests/unit/trainers/step/test_adapted.py"),
@@ -37,7 +37,7 @@ def test_what_a_change_can_reach(file, test):
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("orchestrator/deploy/secrets.py", "tests/unit/trainers/step/test_loss.py"),
+        ("orchestrator/deploy/refusals.py", "tests/unit/trainers/step/test_loss.py"),
         ("trainers/tasks/reward.py", "tests/faults/test_kills.py"),  # a whole job, about something else
         ("tests/unit/trainers/step/test_loss.py", "tests/unit/trainers/step/test_adapted.py"),
         ("tests/ray/conftest.py", "tests/multihost/test_hosts.py"),

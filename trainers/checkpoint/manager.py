@@ -21,13 +21,12 @@ from trainers.checkpoint.commit import CommitError
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
-from trainers.checkpoint.measured_state import MeasuredState, Measurement
-from trainers.checkpoint.model_saver import ModelSaver
+from trainers.checkpoint.fingerprints import MeasuredState, Measurement
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.restorer import Accept, Restored, Restorer
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.savers import ModelSaver, StateSaver
 from trainers.checkpoint.standing import Folder
-from trainers.checkpoint.state_saver import StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
 from trainers.config.arguments import TrainingArguments

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangway.storage import durable, ours, sealed
+from gangway.storage import durable, json_text, ours
 from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
@@ -36,7 +36,7 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
         (work / manifest.STATE_FOLDER).mkdir(parents=True)
         meta = manifest.read_meta(checkpoint)
         arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
-        durable.write(work / manifest.META_FILE, sealed.seal(meta_of(meta)))
+        durable.write(work / manifest.META_FILE, json_text.seal(meta_of(meta)))
         files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
         manifest.write(work, manifest.Manifest(content.step, time.time(), files))
         # At the last moment: copying may have taken long, and another driver may have taken over meanwhile.
@@ -58,7 +58,7 @@ def keep_in_bucket(arrays: ArrayFiles, checkpoint: Place, models: Place, step: i
     work, meta, recording = models / name, manifest.read_meta(checkpoint), False
     try:
         arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
-        manifest.write_document(work / manifest.META_FILE, sealed.seal(meta_of(meta)))
+        manifest.write_document(work / manifest.META_FILE, json_text.seal(meta_of(meta)))
         digest = manifest.write(work, manifest.tagged(work, content.step, time.time()))
         if problem := owner.forbidden():
             raise CommitError(problem)

@@ -17,7 +17,7 @@ from trainers.checkpoint import fence, layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles, is_outage
 from trainers.checkpoint.course import Course, term_of
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
-from trainers.checkpoint.measured_state import MeasuredState
+from trainers.checkpoint.fingerprints import MeasuredState
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gangway.storage import ours, sealed
+from gangway.storage import json_text, ours
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.runtime.multihost import one_line
 
@@ -29,7 +29,7 @@ class UnsavableError(Exception):
 def seal_meta(meta: Mapping[str, Any]) -> str:
     """Returns the meta as text. Raises UnsavableError that names what of it is no JSON."""
     try:
-        return sealed.seal(dict(meta))
+        return json_text.seal(dict(meta))
     except (TypeError, ValueError, RecursionError) as error:
         bad = [name for name, value in meta.items() if not _is_json(name, value)]
         raise UnsavableError(f"{', '.join(bad) or 'what'} of its record cannot be written as JSON: {one_line(error)}") from error
@@ -87,7 +87,7 @@ def _check_same(saved: jax.Array, back: jax.Array) -> None:
 
 def _is_json(name: str, value: Any) -> bool:
     try:
-        sealed.seal({name: value})
+        json_text.seal({name: value})
     except (TypeError, ValueError, RecursionError):
         return False
     return True

@@ -19,8 +19,8 @@ from gangway.storage.documents import StorageError
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place, StorageRefused
 from trainers.checkpoint import hugging_face, layout, manifest, model_files, standing, tensor_files
-from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.model_only import part_of
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.tensor_files import DTYPES

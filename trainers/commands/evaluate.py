@@ -27,7 +27,7 @@ from typing import Any
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from gangway.program import parser as command_parser
-from gangway.storage import not_finite
+from gangway.storage import json_text
 from gangway.surroundings import allow_for_forced_devices
 from gangway.terminal import command
 from gangway.wire.events import Event
@@ -162,7 +162,7 @@ def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator
 
 def as_json(results: Sequence[Result]) -> str:
     """Returns a list of objects."""
-    return not_finite.dumps([dataclasses.asdict(row) for row in results], indent=2)
+    return json_text.dumps([dataclasses.asdict(row) for row in results], indent=2)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gangway.errors import DataError, UsageError
-from gangway.storage import durable, ours, sealed
+from gangway.storage import durable, json_text, ours
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
@@ -54,7 +54,7 @@ def _digest(sources: Sequence[SourceConfig], vocab_size: int) -> str:
 
 def _check(folder: Path, made_of: str) -> None:
     try:
-        if sealed.unseal((folder / MADE_OF).read_text())["made_of"] == made_of:
+        if json_text.unseal((folder / MADE_OF).read_text())["made_of"] == made_of:
             return
     except (OSError, ValueError, KeyError):  # it was not made here
         pass
@@ -83,7 +83,7 @@ def _write(tokenizer: Any, made_of: str, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")
-    (folder / MADE_OF).write_text(sealed.seal({"made_of": made_of, "vocab_size": tokenizer.get_vocab_size()}))
+    (folder / MADE_OF).write_text(json_text.seal({"made_of": made_of, "vocab_size": tokenizer.get_vocab_size()}))
 
 
 def texts(source: SourceConfig) -> Iterator[str]:

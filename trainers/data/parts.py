@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from gangway.errors import DataError
-from gangway.storage import durable, ours, sealed
+from gangway.storage import durable, json_text, ours
 from trainers.data.documents import Document, Encoder, Record, Records
 from trainers.data.prepared import OFFSETS, TOKENS, WEIGHTS, checksum
 
@@ -52,7 +52,7 @@ def is_finished(folder: Path, part: Part) -> bool:
 
 def read_part(folder: Path, part: Part) -> dict[str, Any]:
     """Returns the counts of a part. Raises OSError or ValueError."""
-    return sealed.unseal((folder / f"{part.name}.json").read_text())
+    return json_text.unseal((folder / f"{part.name}.json").read_text())
 
 
 def write_part(folder: Path, part: Part, records: Records, encoder: Encoder, dtype: np.dtype) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Files:
             "checksums": checksums,
         }
         # Last: a part without it is not finished.
-        durable.write_shared(self.folder / f"{self.part.name}.json", sealed.seal(about).encode(), 0o666)
+        durable.write_shared(self.folder / f"{self.part.name}.json", json_text.seal(about).encode(), 0o666)
         return about
 
     def delete_unfinished(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gangway.errors import DataError, DataMissingError, DataUnavailableError
-from gangway.storage import durable, sealed
+from gangway.storage import durable, json_text
 from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Document
@@ -96,7 +96,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Returns `prepared.json`. Raises DataMissingError, DataUnavailableError or DataError."""
     path = folder / PREPARED
     try:
-        about = sealed.unseal(path.read_text())
+        about = json_text.unseal(path.read_text())
     except FileNotFoundError as error:
         raise DataMissingError(f"{folder} has no {PREPARED}: expected a folder of `python -m trainers.prepare`") from error
     except OSError as error:

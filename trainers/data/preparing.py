@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from gangway.errors import DataError, DataMissingError, TransientError
-from gangway.storage import durable, ours, sealed
+from gangway.storage import durable, json_text, ours
 from gangway.storage.documents import is_url
 from trainers.config.arguments import TrainingArguments
 from trainers.config.source import SourceConfig
@@ -317,7 +317,7 @@ def _publish(source: Source, work: Path, parts: Sequence[Part], folder: Path, fi
     mine.mkdir()
     try:
         about = {**source.about(), "files": files, **join(work, parts, mine, source.dtype)}
-        durable.write_shared(mine / PREPARED, sealed.seal(about).encode(), 0o666)
+        durable.write_shared(mine / PREPARED, json_text.seal(about).encode(), 0o666)
         durable.sync_folder(mine)
         os.rename(mine, folder)
     except OSError:

@@ -17,7 +17,7 @@ import jax
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.document_kind import DocumentKind
 from trainers.checkpoint import layout, weights
-from trainers.checkpoint.array_fingerprints import fingerprints
+from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
 from trainers.loop.init_from import from_host0, together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.checkpoint.array_fingerprints import digest, leaf_names
+from trainers.checkpoint.fingerprints import digest, leaf_names
 from trainers.parallel.platform import wait_for_device
 from trainers.step.state import TrainState, num_parameters, wide
 

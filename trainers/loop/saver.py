@@ -18,14 +18,89 @@ from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import going_on
 from trainers.checkpoint.whole import META
 from trainers.config.arguments import TrainingArguments, recorded_arguments
-from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
 from trainers.loop.metrics_reporter import MetricsReporter
-from trainers.loop.time_used import TimeUsed
 from trainers.protocol import CheckpointManagerProtocol
 from trainers.runtime import multihost
 from trainers.step.state import TrainState
+
+TIME_USED = "time_used_s"
+"""The key in a checkpoint's meta."""
+
+
+@dataclass
+class TimeUsed:
+    """Counts on from what the driver knows, or from what the checkpoint of an earlier process recorded, if that is more."""
+
+    before_s: float = 0.0
+    """The seconds that earlier processes have used."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self):
+        self._began_s = self.clock()
+
+    def resume(self, meta: Mapping[str, Any]) -> None:
+        """Takes what the checkpoint that this process starts with has recorded. Not for a rollback: it gives no time back."""
+        # The greater one: a run that trained alone may go on under a driver, which then knows less.
+        self.before_s = max(self.before_s, meta.get(TIME_USED, 0.0))
+
+    def meta(self) -> dict[str, float]:
+        return {TIME_USED: self.before_s + self.clock() - self._began_s}
+
+    def deadline_s(self, limit_s: float) -> float:
+        """Returns when the limit will have passed, on `clock`."""
+        return self._began_s + limit_s - self.before_s
+
+
+KEY = "data_state"
+"""The key in the meta of a checkpoint."""
+
+
+@dataclass
+class DataState:
+    """The states of the streams of all hosts. `loader` is that of the training. All hosts must call its methods alike."""
+
+    loader: Any
+    global_batch_size: int
+    note: Callable[[str], None]
+    """Tells something, on host 0 alone."""
+
+    def meta(self, batch_index: int) -> dict[str, Any]:
+        """Returns what a checkpoint at `batch_index` has of the data, on host 0; empty if the data has no state."""
+        if not getattr(self.loader, "is_stream", False):
+            return {}
+        # Asked of every stream, with a state or without one: a host that did not take part would leave the others waiting.
+        states = multihost.to_host0("data state", self.loader.state_at(batch_index))
+        if states is None or None in states:
+            return {}
+        same = all(state == states[0] for state in states)
+        about = {"num_hosts": len(states), "global_batch_size": self.global_batch_size}
+        return {KEY: {**about, "states": states[:1] if same else states}}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Sets the streams as `meta` has recorded them. If the gang or the batches are others now, they are not set: then the
+        data is read again up to its position, which a note tells."""
+        recorded = meta.get(KEY)
+        if recorded is None or not getattr(self.loader, "is_stream", False):
+            return
+        if problem := self._problem(recorded):
+            self.note(f"the state of the data was not used: {problem}; the data is read again up to its position")
+            return
+        states = recorded["states"]
+        self.loader.remember(meta["batch_index"], states[0] if len(states) == 1 else states[jax.process_index()])
+
+    def _problem(self, recorded: Mapping[str, Any]) -> str:
+        """Returns why the recorded states do not fit; empty if they do. The same on all hosts."""
+        saved_by, hosts = recorded["num_hosts"], jax.process_count()
+        # Of a stream that every host reads as a whole, one state is that of any number of hosts.
+        one_for_all = self.loader.is_shared and len(recorded["states"]) == 1
+        if saved_by != hosts and not one_for_all:
+            return f"it was saved by {saved_by} host{'s' if saved_by > 1 else ''}, and the run has {hosts} now"
+        if recorded["global_batch_size"] != self.global_batch_size:
+            return f"it is of batches of {recorded['global_batch_size']}, and global_batch_size is {self.global_batch_size} now"
+        return ""
+
 
 LAST_SAVE_PAUSES_S = (1.0, 5.0)
 """Before each further try to save the last step."""

@@ -21,7 +21,7 @@ from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
-from trainers.loop.time_used import META as TIME_USED
+from trainers.loop.saver import TIME_USED
 from trainers.step.state import TrainState
 
 KEY = "checkpoint.start_from"

@@ -27,12 +27,11 @@ from trainers.models.attention import attend, soft_capped
 from trainers.models.attention_kernels import attention
 from trainers.models.experts import RouterSums, mixture
 from trainers.models.kv_cache import Cache, Slots
-from trainers.models.layers import Layers, parameter
-from trainers.models.products import Product, in_fp8, plain
+from trainers.models.layers import Layers, Product, in_fp8, parameter, plain
 from trainers.parallel import pipeline, sequence
 from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
-from trainers.parallel.token_parts import WHOLE, TokenParts
+from trainers.parallel.sequence import WHOLE, TokenParts
 
 Weights = dict[str, jax.Array]
 

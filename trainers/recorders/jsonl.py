@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from gangway.published import Distribution
-from gangway.storage import documents, durable, not_finite, shapes
+from gangway.storage import documents, durable, json_text, shapes
 from gangway.storage.document_kind import set_aside
 from trainers.recorders.recorder import About
 
@@ -51,7 +51,7 @@ class JsonLines:
             line["not_finite"] = odd
         if shapes:
             line["distributions"] = shapes
-        self._append(not_finite.dumps(line).encode() + b"\n")
+        self._append(json_text.dumps(line).encode() + b"\n")
         self._last_step |= dict.fromkeys((*numbers, *shapes), step)
 
     def go_back(self, step: int) -> None:
@@ -60,9 +60,9 @@ class JsonLines:
             return
         self._file.close()
         with durable.appending(self._path.parent / LEFT) as file:
-            file.writelines(not_finite.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
+            file.writelines(json_text.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
         # After those are elsewhere: a process that dies in between loses none.
-        durable.write(self._path, "".join(not_finite.dumps(line) + "\n" for line in lines if line["step"] <= step))
+        durable.write(self._path, "".join(json_text.dumps(line) + "\n" for line in lines if line["step"] <= step))
         self._open()
 
     def close(self) -> None:

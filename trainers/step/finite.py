@@ -15,7 +15,7 @@ def any_not_finite(params: Any) -> jax.Array:
     """Returns int32: 1 if a parameter is infinite or NaN, else 0.
 
     Of the parameters alone, for this is computed in every step. The moments, which are twice as much to read, are looked at
-    before each save (`trainers.checkpoint.array_fingerprints.measured`).
+    before each save (`trainers.checkpoint.fingerprints.measured`).
     """
     floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     # 0 times what is not finite is NaN. On a CPU a count takes half as long again.

@@ -44,7 +44,7 @@ from trainers.loop.evaluator import observe_own
 from trainers.loop.hooks import overrides
 from trainers.loop.lineage import Lineage
 from trainers.loop.returned import check_returns
-from trainers.loop.time_used import TimeUsed
+from trainers.loop.saver import TimeUsed
 from trainers.models.hf.pretrained import is_there, resolved
 from trainers.optim import pruning
 from trainers.optim.optimizers import build_grouped

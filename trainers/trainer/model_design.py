@@ -22,7 +22,7 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.loop.beginning import with_types_of
 from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
-from trainers.models import products
+from trainers.models import layers
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 from trainers.optim.param_groups import parameter_paths
@@ -103,7 +103,7 @@ class ModelDesign:
                 "8 bits, and the model of the task has none; set model.fp8 = none"
             )
         if self._trainer.dataset_train is not None:
-            products.check_installed()
+            layers.check_installed()
 
     def forget(self) -> None:
         """Lets `configure_model` be called again."""

@@ -22,18 +22,15 @@ from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import lacks_data
-from trainers.loop.agreement import Agreement
+from trainers.loop.agreement import Agreement, HostRequests, Limits
 from trainers.loop.beginning import Beginning
-from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator, Previewer
 from trainers.loop.guard import Guard
-from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
 from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
-from trainers.loop.saver import Saver
-from trainers.loop.time_used import TimeUsed
+from trainers.loop.saver import DataState, Saver, TimeUsed
 from trainers.loop.train_loop import GarbageCollection, Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms

@@ -22,7 +22,7 @@ from cluster.hosts.config import devices_per_host, num_hosts
 from gangway.config.yaml_source import shown_override
 from gangway.first_line import say
 from gangway.program import Parser
-from gangway.storage import documents, not_finite, ours
+from gangway.storage import documents, json_text, ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from gangway.terminal import command
@@ -221,7 +221,7 @@ def read_evidence(run: Run, steps: int) -> Evidence:
 
 def read_losses(path: Path) -> dict[int, float]:
     losses: dict[int, float] = {}
-    for line in (not_finite.shown(json.loads(line)) for line in path.read_text().splitlines() if line.strip()):
+    for line in (json_text.show_not_finite(json.loads(line)) for line in path.read_text().splitlines() if line.strip()):
         if "go_back" in line:  # from there on training has taken another course
             losses = {step: loss for step, loss in losses.items() if step <= line["go_back"]}
         if "loss" in line.get("metrics", {}):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gangway.storage import documents, sealed
+from gangway.storage import documents, json_text
 from orchestrator import profile
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
@@ -244,7 +244,7 @@ def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsy
     assert launch.flush(30.0)
     path = storage / "a" / "incidents.jsonl"
     line = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
-    path.write_text(sealed.seal(line | {"format": 99}, None))
+    path.write_text(json_text.seal(line | {"format": 99}, None))
     assert incidents.main([str(storage / "a")]) == incidents.EXIT_REFUSED
     assert "was written by a newer gangway" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gangway.errors import CheckpointUnavailableError
-from gangway.storage import documents, sealed
+from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept, Row
 from orchestrator import checkpoints, profile
@@ -165,7 +165,7 @@ def test_a_newer_row_and_a_damaged_document_are_told(storage, start, capsys):
     assert "launch.json cannot be read" in capsys.readouterr().out
     newest = place_of(f"{storage}/a/row").list()[-1].name
     document = documents.read_json(f"{storage}/a/row/{newest}")
-    text = sealed.seal({**{k: v for k, v in document.items() if k != "digest"}, "format": 99})
+    text = json_text.seal({**{k: v for k, v in document.items() if k != "digest"}, "format": 99})
     place_of(f"{storage}/a/row/99999999.json").put(text.encode())
     standing._rows.clear()
     assert checkpoints.main([f"{storage}/a"]) == 2

@@ -20,7 +20,7 @@ from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_from
 from trainers.config.model import ModelConfig
-from trainers.loop.time_used import TimeUsed
+from trainers.loop.saver import TimeUsed
 from trainers.tasks.causal_lm import CausalLMTask
 
 ONE_STEP = {"max_num_steps": 1, "checkpoint": {"save_at_end": False}}

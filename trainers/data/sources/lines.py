@@ -16,7 +16,7 @@ import numpy as np
 
 from gangway.config.section import repeated
 from gangway.errors import DataError
-from gangway.storage import durable, ours, sealed
+from gangway.storage import durable, json_text, ours
 from gangway.storage.documents import is_url
 from trainers.config.source import SourceConfig
 from trainers.data import kept
@@ -162,7 +162,7 @@ def _kept(file: LinesFile, *, skip: bool) -> Lines:
 
 
 def _load(path: Path) -> Lines:
-    about = sealed.unseal(path.with_suffix(".json").read_text())
+    about = json_text.unseal(path.with_suffix(".json").read_text())
     places = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
     return Lines(places, about["numbers_are_indices"], about["num_malformed"])
 
@@ -177,7 +177,7 @@ def _save(path: Path, lines: Lines) -> None:
     finally:
         ours.delete(temporary, ours.TEMPORARY)
     about = {"numbers_are_indices": lines.numbers_are_indices, "num_malformed": lines.num_malformed}
-    durable.write_shared(path.with_suffix(".json"), sealed.seal(about).encode(), 0o600)
+    durable.write_shared(path.with_suffix(".json"), json_text.seal(about).encode(), 0o600)
     kept.tidy(path.parent)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.agent import log_growth
+from cluster.agent import printed
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.inputs import Now
 from orchestrator.policies.watchdog import WatchdogConfig
@@ -66,5 +66,5 @@ def test_only_a_log_that_grows_is_a_sign(tmp_path):
             return self.looked > 6
 
     closed = Closed()
-    log_growth.follow(lambda: next(looks), lambda: heard.append(closed.looked), closed)
+    printed.follow(lambda: next(looks), lambda: heard.append(closed.looked), closed)
     assert heard == [3]

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from gangway.storage import documents, sealed
+from gangway.storage import documents, json_text
 from gangway.storage.document_kind import DocumentKind
-from gangway.storage.not_finite import dumps, hidden, shown
+from gangway.storage.json_text import dumps, hide_not_finite, show_not_finite
 from orchestrator.tracking.spool import Spool, entry
 from tests.unit.trainers.recorders.test_recorders import about
 from trainers.recorders.jsonl import JsonLines
@@ -43,7 +43,7 @@ def test_null_and_a_sibling():
 
 
 def test_they_come_back():
-    back = shown(strict(dumps(ODD)))
+    back = show_not_finite(strict(dumps(ODD)))
     assert repr(back) == repr(ODD)  # NaN equals nothing
 
 
@@ -59,7 +59,7 @@ def test_they_come_back():
     ],
 )
 def test_other_documents_stay_as_they_are(plain):
-    assert hidden(plain) == shown(plain) == plain
+    assert hide_not_finite(plain) == show_not_finite(plain) == plain
 
 
 KIND = DocumentKind("x.json", dict[str, float | None], "nothing")
@@ -73,15 +73,15 @@ def test_every_way_of_writing_a_document(tmp_path):
     KIND.write(path, {"loss": INF})
     assert strict(path.read_text())["loss_not_finite"] == "inf"
     assert KIND.read(path) == {"loss": INF}
-    text = sealed.seal({"metrics": {"loss": NAN}})
+    text = json_text.seal({"metrics": {"loss": NAN}})
     assert strict(text)["metrics"] == {"loss": None, "loss_not_finite": "nan"}
-    assert math.isnan(sealed.unseal(text)["metrics"]["loss"])
+    assert math.isnan(json_text.unseal(text)["metrics"]["loss"])
 
 
 def test_a_digest_that_was_made_with_nan_in_the_text_still_counts():
     document = {"loss": NAN}
-    text = json.dumps({**document, "digest": sealed._digest(document)})
-    assert math.isnan(sealed.unseal(text)["loss"])
+    text = json.dumps({**document, "digest": json_text._digest(document)})
+    assert math.isnan(json_text.unseal(text)["loss"])
 
 
 def test_a_line_of_metrics_says_it(tmp_path):
@@ -110,8 +110,8 @@ def test_lines_of_an_earlier_version_are_for_any_parser_once_they_are_written_ag
     recorder.go_back(1)
     recorder.close()
     found = {path.name: strict(path.read_text())["metrics"] for path in tmp_path.glob("*.jsonl")}
-    hidden = {"loss": None, "loss_not_finite": "nan"}
-    assert found == {"metrics.jsonl": hidden, "metrics.left.jsonl": hidden}
+    hide_not_finite = {"loss": None, "loss_not_finite": "nan"}
+    assert found == {"metrics.jsonl": hide_not_finite, "metrics.left.jsonl": hide_not_finite}
 
 
 def test_a_metric_that_is_nan_reaches_the_shipper_as_it_is(tmp_path):

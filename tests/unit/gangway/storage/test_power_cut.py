@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gangway.storage import documents, sealed
+from gangway.storage import documents, json_text
 from orchestrator.run_state.run_folder import RunFolder
 from trainers.checkpoint import layout, manifest
 
@@ -57,7 +57,7 @@ def disk(monkeypatch):
 def test_a_manifest_outlives_a_power_cut(tmp_path, disk):
     manifest.write(tmp_path, manifest.Manifest(12, 100.0, {}))
     assert disk.too_early == []
-    assert sealed.unseal(disk.kept(tmp_path / manifest.MANIFEST_FILE))["step"] == 12
+    assert json_text.unseal(disk.kept(tmp_path / manifest.MANIFEST_FILE))["step"] == 12
 
 
 def test_a_checkpoint_that_was_put_in_its_place_is_there_after_a_power_cut(tmp_path, disk):

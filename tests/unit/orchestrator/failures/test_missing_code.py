@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gangway.errors import HOW_TO_SHIP
-from orchestrator.failures.missing_code import explain
+from orchestrator.failures.classify import explain_missing_code
 
 TEXT = "The actor died. (pid=7, ip=10.0.0.9)\n  ModuleNotFoundError: No module named 'my.models'"
 
@@ -15,8 +15,8 @@ TEXT = "The actor died. (pid=7, ip=10.0.0.9)\n  ModuleNotFoundError: No module n
     [(TEXT, "on the machine 10.0.0.9"), (TEXT.replace(", ip=10.0.0.9", ""), "on one of the machines of the cluster")],
 )
 def test_the_module_and_the_machine_are_named_with_what_to_do(text, where):
-    assert explain(text) == f"no module named 'my.models' {where}: {HOW_TO_SHIP}"
+    assert explain_missing_code(text) == f"no module named 'my.models' {where}: {HOW_TO_SHIP}"
 
 
 def test_a_text_of_something_else_is_no_missing_code():
-    assert explain("The actor died. (pid=7, ip=10.0.0.9)\n  ValueError: No module") is None
+    assert explain_missing_code("The actor died. (pid=7, ip=10.0.0.9)\n  ValueError: No module") is None

@@ -13,7 +13,7 @@ import pytest
 from gangway.storage.opening import place_of
 from gangway.storage.store import StorageProblem
 from orchestrator.config import job
-from orchestrator.tracking import launches, mlflow_shipper, registration
+from orchestrator.tracking import mlflow_shipper, registration
 from orchestrator.tracking.config import TrackingConfig, own_store
 from orchestrator.tracking.mlflow_shipper import Shipper
 from orchestrator.tracking.registration import RegistrationError, register
@@ -117,7 +117,7 @@ def test_the_first_resume_of_a_run_of_an_older_program_is_told_by_the_parameters
 
 
 def test_a_setting_that_is_gone_has_changed():
-    assert launches.changes({"a": "1", "b": "2"}, {"a": "1"}) == {"b": "(not set)"}
+    assert mlflow_shipper.changes({"a": "1", "b": "2"}, {"a": "1"}) == {"b": "(not set)"}
 
 
 def test_the_model_is_registered_after_all_else(tmp_path, run):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainers.checkpoint.array_fingerprints import fingerprints
+from trainers.checkpoint.fingerprints import fingerprints
 
 WIDE = (np.int64, np.uint64, np.float64, np.complex64, np.complex128)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gangway.storage import sealed
+from gangway.storage import json_text
 from trainers.checkpoint import manifest
 
 
@@ -14,7 +14,7 @@ def checkpoint(tmp_path):
     (folder / "state" / "d").mkdir(parents=True)
     (folder / "state" / "d" / "0").write_bytes(bytes(range(200)))
     (folder / "state" / "_METADATA").write_text("{}")
-    (folder / "meta.json").write_text(sealed.seal({"format": manifest.FORMAT, "step": 12, "loss": 0.5}))
+    (folder / "meta.json").write_text(json_text.seal({"format": manifest.FORMAT, "step": 12, "loss": 0.5}))
     files = {name: manifest.digest(folder / name) for name in manifest.names_below(folder)}
     manifest.write(folder, manifest.Manifest(12, 100.0, files))
     return folder
@@ -79,14 +79,14 @@ def test_what_is_no_document_is_damaged(checkpoint, text):
 
 
 def test_a_meta_of_another_format_is_not_used(checkpoint):
-    (checkpoint / manifest.META_FILE).write_text(sealed.seal({"format": 1}))
+    (checkpoint / manifest.META_FILE).write_text(json_text.seal({"format": 1}))
     with pytest.raises(manifest.DamagedError, match="format 1, expected 2"):
         manifest.read_meta(checkpoint)
 
 
 def test_a_sealed_document_survives_its_writing():
     document = {"tuple": (1, 2), 3: "key", "nan": float("nan"), "tiny": 1e-300, "text": "ä\n", "none": None}
-    found = sealed.unseal(sealed.seal(document))
+    found = json_text.unseal(json_text.seal(document))
     assert found["tuple"] == [1, 2]
     assert found["3"] == "key"
     assert (found["tiny"], found["text"], found["none"]) == (1e-300, "ä\n", None)

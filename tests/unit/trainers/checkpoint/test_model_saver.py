@@ -16,8 +16,8 @@ from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, StopAt, of, trainer
 from trainers import runtime
 from trainers.checkpoint import layout, manifest
-from trainers.checkpoint.model_saver import ModelSaver
 from trainers.checkpoint.retention import MayGo, Retention
+from trainers.checkpoint.savers import ModelSaver
 from trainers.checkpoint.standalone import load_model
 from trainers.trainer.assembly import assemble
 from trainers.trainer.beginnings import beginning

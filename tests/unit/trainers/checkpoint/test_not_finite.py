@@ -12,7 +12,7 @@ import pytest
 from gangway.errors import CheckpointUnavailableError, NonFiniteStateError
 from tests.programs import checkpointing
 from trainers.checkpoint import layout
-from trainers.checkpoint.measured_state import Measurement
+from trainers.checkpoint.fingerprints import Measurement
 
 
 def broken(step, part="params", value=np.nan):

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
-from trainers.checkpoint.array_fingerprints import fingerprints
+from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.protocol import CheckpointManagerProtocol
 

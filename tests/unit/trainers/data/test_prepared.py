@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gangway.errors import DataError, DataMissingError, UsageError
-from gangway.storage import sealed
+from gangway.storage import json_text
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from trainers.config import DataConfig, ModelConfig
@@ -395,8 +395,8 @@ def test_a_damaged_folder(lines, prepared, tmp_path):
     (folder / "tokens.bin").unlink()
     with pytest.raises(DataError, match=r"data is not whole: .*tokens\.bin is missing; run `python -m trainers\.prepare` again"):
         use(lines, prepared)
-    about = sealed.unseal((folder / "prepared.json").read_text())
-    (folder / "prepared.json").write_text(sealed.seal({**about, "format": 99}))
+    about = json_text.unseal((folder / "prepared.json").read_text())
+    (folder / "prepared.json").write_text(json_text.seal({**about, "format": 99}))
     with pytest.raises(DataError, match=f"has format 99, and this version reads format {FORMAT}"):
         use(lines, prepared)
     (folder / "prepared.json").write_text("{}")

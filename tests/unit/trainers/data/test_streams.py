@@ -17,7 +17,7 @@ from trainers.data import streams
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.sources.iterable import IterableSource
 from trainers.data.streams import Stream, decoded, encoded
-from trainers.loop.data_state import DataState
+from trainers.loop.saver import DataState
 
 NUMBERS = Numbers(96, 8)
 

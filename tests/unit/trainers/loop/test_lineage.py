@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gangway.errors import UsageError
-from gangway.storage import sealed
+from gangway.storage import json_text
 from trainers.loop.lineage import SKIPPED_FILE, Lineage, read_skipped, write_skipped
 
 THREE = {"num_hosts": 3, "num_devices": 3, "mesh": {"data": 3, "fsdp": 1, "tensor": 1}}
@@ -85,6 +85,6 @@ def test_a_file_that_makes_no_sense_is_set_aside_and_reported(tmp_path, text, ev
 
 
 def test_one_of_a_newer_program_is_refused(tmp_path):
-    (tmp_path / SKIPPED_FILE).write_text(sealed.seal({"format": 2, "batches": [17]}))
+    (tmp_path / SKIPPED_FILE).write_text(json_text.seal({"format": 2, "batches": [17]}))
     with pytest.raises(UsageError, match=r"skipped_batches.json was written by a newer gangway: it has format 2"):
         read_skipped(str(tmp_path))

@@ -13,8 +13,7 @@ from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import trial
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
-from trainers.loop.saver import LAST_SAVE_PAUSES_S, Saver
-from trainers.loop.time_used import TimeUsed
+from trainers.loop.saver import LAST_SAVE_PAUSES_S, Saver, TimeUsed
 
 
 class Manager:

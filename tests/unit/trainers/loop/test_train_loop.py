@@ -14,9 +14,8 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
-from trainers.loop.agreement import Agreement
+from trainers.loop.agreement import RETRY_FIRST_S, RETRY_MAX_S, Agreement, HostRequests, Limits, Retry
 from trainers.loop.guard import Guard
-from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
 from trainers.loop.inflight import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.train_loop import Loop, Steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gangway.errors import UsageError
-from trainers.models import products
+from trainers.models import layers
 
 E4M3, E5M2 = 2.0**-4, 2.0**-3
 """Half the distance between two numbers of 3 and of 2 digits, by their size: the most that rounding changes a number by."""
@@ -31,7 +31,7 @@ def drawn(dtype="float32", tokens=(24,)):
 @jax.jit
 def of(x, weight, gradient):
     """The product, and the gradients of x and of the weight."""
-    found, backward = jax.vjp(products.in_fp8, x, weight)
+    found, backward = jax.vjp(layers.in_fp8, x, weight)
     return found, *backward(gradient)
 
 
@@ -98,7 +98,7 @@ def test_zeros_stay_zeros():
 def test_without_qwix_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix._src.core.dot_general_qt", None)
     with pytest.raises(UsageError) as error:
-        products.in_fp8(*drawn()[:2])
+        layers.in_fp8(*drawn()[:2])
     assert str(error.value) == (
         "model.fp8 = 'current' needs the package qwix, which is not installed: pip install 'gangway[fp8]' on every host, or "
         "set model.fp8 = none"

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from trainers.config import MeshConfig, ModelConfig
 from trainers.models.decoder import Decoder
 from trainers.parallel import mesh as meshes
-from trainers.parallel.token_parts import WHOLE, TokenParts
+from trainers.parallel.sequence import WHOLE, TokenParts
 
 LAYERS, BATCH, TIME, WIDTH = 3, 4, 16, 24
 MODEL = ModelConfig(width=WIDTH, num_layers=LAYERS, num_heads=2, num_kv_heads=2, mlp_width=40, remat="full")

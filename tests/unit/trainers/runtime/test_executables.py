@@ -21,7 +21,7 @@ from tests.programs.tiny import Numbers
 from tests.unit.training import arguments, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.checkpoint.measured_state import MeasuredState
+from trainers.checkpoint.fingerprints import MeasuredState
 from trainers.runtime import executables as compile_module
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.load_attempts import MAX_CRASHES

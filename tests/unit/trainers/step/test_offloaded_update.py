@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.unit.training import assert_equal
-from trainers.checkpoint.array_fingerprints import measured
+from trainers.checkpoint.fingerprints import measured
 from trainers.config import OptimizerConfig, ParameterGroup
 from trainers.config.optimizer import OFFLOADED
 from trainers.loop.beginning import HostCopy
