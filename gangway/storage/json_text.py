@@ -1,5 +1,5 @@
-"""The text of JSON documents, for any parser: with their own digest, so that a changed byte is noticed, and without the numbers that
-JSON does not have. NaN and the infinities are null, and a *sibling* says which it was:
+"""The text of JSON documents, for any parser: with their own digest, so that a changed byte is noticed, and without the numbers
+that JSON does not have. NaN and the infinities are null, and a *sibling* says which it was:
 
     {"loss": NaN, "scores": [1.0, inf]}
     {"loss": null, "loss_not_finite": "nan", "scores": [1.0, null], "scores_not_finite": {"1": "inf"}}

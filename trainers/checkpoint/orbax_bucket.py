@@ -28,9 +28,9 @@ OF_TENSORSTORE |= {"bytes_read": "bytes_in", "bytes_written": "bytes_out"}
 
 
 def count(usage: Usage, settings: dict[str, Any]) -> None:
-    """Counts in `usage` all that Orbax asks from now on in this process: arrays by tensorstore, and the small files beside them by
-    gcsfs and s3fs. All three tell it by what they document: the metrics of tensorstore, traces of aiohttp, events of botocore. `settings` are those that fsspec gives new file systems,
-    by their scheme."""
+    """Counts in `usage` all that Orbax asks from now on in this process: arrays by tensorstore, and the small files beside them
+    by gcsfs and s3fs. All three tell it by what they document: the metrics of tensorstore, traces of aiohttp, events of botocore.
+    `settings` are those that fsspec gives new file systems, by their scheme."""
     usage.add_source(_of_tensorstore)
     for scheme in ("gcs", "gs"):
         settings.setdefault(scheme, {})["session_kwargs"] = {"trace_configs": [_trace(usage)]}

@@ -1,5 +1,5 @@
-"""The parameters of the layers of a decoder or an encoder, and their products, x @ weight: of the operands as they are, or rounded
-to 8 bits (`model.fp8`)."""
+"""The parameters of the layers of a decoder or an encoder, and their products, x @ weight: of the operands as they are, or
+rounded to 8 bits (`model.fp8`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A Ray cluster of several nodes on this machine, for faults that take a whole node or its network. Nothing is left behind.
 
 Each node has a wall clock of its own (clock.py); where it is permitted, a network namespace of its own too, joined to the
-others by a cable that can be cut. Nodes may be hosts of fake TPU slices: Ray recognises a slice by the labels and resources of its
-nodes alone, so processes that use no TPU can run on them.
+others by a cable that can be cut. Nodes may be hosts of fake TPU slices: Ray recognises a slice by the labels and resources of
+its nodes alone, so processes that use no TPU can run on them.
 """
 
 from __future__ import annotations
