@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from gangway.storage import documents
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of
 
 HOME = "~/.gangway/runs"

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
 
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.store import Place, StorageUnavailable
 
 FOLDER = "row"

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, StorageError, Where
+from gangway.storage.documents import DamagedDocument, DocumentKind, StorageError, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.run_state import lines

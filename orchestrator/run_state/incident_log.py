@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.wire.events import MAX_TRACEBACK, cut
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident

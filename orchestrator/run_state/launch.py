@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents, identity, json_text
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.goodput import Goodput

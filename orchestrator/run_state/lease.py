@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of
 from gangway.storage.row import FOLDER, OvertakenError, Record, Row
 from gangway.storage.row import KIND as ROW_KIND

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from gangway.storage import documents, ours
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents, durable, row
-from gangway.storage.document_kind import DocumentKind, set_aside
+from gangway.storage.documents import DocumentKind, set_aside
 from gangway.storage.opening import place_of
 from gangway.storage.store import StorageRefused
 from orchestrator.run_state import lines, requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from trainers.checkpoint import committed
 
 STATE, GANG = "launch.json", "gang.json"

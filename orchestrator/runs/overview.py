@@ -13,8 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from gangway.storage import documents
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import Where
+from gangway.storage.documents import DocumentKind, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageProblem
 from orchestrator.run_state import lease, lines

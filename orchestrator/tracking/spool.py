@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from gangway.storage import documents, durable, json_text, shapes
-from gangway.storage.document_kind import DocumentKind, set_aside
-from gangway.storage.documents import DamagedDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind, set_aside
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.gang.gang_like import GangsLike
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver

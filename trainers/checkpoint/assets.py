@@ -15,8 +15,7 @@ from typing import Any, Literal, TypedDict
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from gangway.storage import documents, durable, ours
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import StorageError
+from gangway.storage.documents import DocumentKind, StorageError
 from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest, model_files
 from trainers.checkpoint.standing import Folder

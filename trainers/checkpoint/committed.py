@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from gangway.errors import CheckpointUnavailableError
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place
 from trainers.checkpoint import layout

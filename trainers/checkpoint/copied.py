@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import StorageError
+from gangway.storage.documents import DocumentKind, StorageError
 from gangway.storage.store import Place
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 from gangway.storage import documents, durable
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import NewerDocument, StorageError
+from gangway.storage.documents import DocumentKind, NewerDocument, StorageError
 from gangway.storage.store import Place, StorageProblem
 from trainers.checkpoint.standing import Folder
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import jax
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from trainers.checkpoint import layout, weights
 from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.whole import META

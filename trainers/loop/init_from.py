@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import jax
 
 from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from trainers.checkpoint import layout, weights
 from trainers.config.weights import InitConfig, from_plain, plain
 from trainers.loop.record import Record

@@ -13,8 +13,7 @@ from typing import Any, TypedDict
 
 from gangway.errors import UsageError
 from gangway.storage import documents
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from trainers import runtime
 from trainers.loop.anomalies import shown
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from trainers import runtime
 from trainers.checkpoint import layout
 

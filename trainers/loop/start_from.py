@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import jax
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place
 from trainers import runtime

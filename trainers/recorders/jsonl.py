@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 from gangway.published import Distribution
 from gangway.storage import documents, durable, json_text, shapes
-from gangway.storage.document_kind import set_aside
+from gangway.storage.documents import set_aside
 from trainers.recorders.recorder import About
 
 FILE = "metrics.jsonl"

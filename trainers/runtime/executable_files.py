@@ -22,8 +22,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from gangway.storage import durable, ours
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import StorageError
+from gangway.storage.documents import DocumentKind, StorageError
 from trainers.jax_internals import NAMES_IN_EXECUTABLES, tree_util
 
 MAGIC = b"gangway program 1\n"

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from gangway.errors import UsageError
 from gangway.storage import documents
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, NewerDocument
+from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from trainers import runtime
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments

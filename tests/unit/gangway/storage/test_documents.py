@@ -4,9 +4,8 @@ import threading
 
 import pytest
 
-from gangway.storage import document_kind, documents, durable, opening
-from gangway.storage.document_kind import DocumentKind
-from gangway.storage.documents import DamagedDocument, StorageError
+from gangway.storage import documents, durable, opening
+from gangway.storage.documents import DamagedDocument, DocumentKind, StorageError
 from gangway.storage.local_store import LocalStore
 from gangway.storage.ours import NotOursError
 from gangway.storage.probe import check_writable
@@ -82,7 +81,7 @@ def test_a_damaged_document_of_a_bucket_is_set_aside(stores, monkeypatch):
         assert told.startswith(f"{place.url}: damaged: expected a JSON document")
         assert told.endswith(f"; set aside as {aside}: it is new")
         assert (place.get(), opening.place_of(aside).get()) == (None, text)
-    assert document_kind.set_aside(place) is None
+    assert documents.set_aside(place) is None
 
 
 def test_check_writable_makes_the_folder_and_leaves_nothing(tmp_path):

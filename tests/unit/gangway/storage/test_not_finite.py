@@ -8,7 +8,7 @@ import math
 import pytest
 
 from gangway.storage import documents, json_text
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from gangway.storage.json_text import dumps, hide_not_finite, show_not_finite
 from orchestrator.tracking.spool import Spool, entry
 from tests.unit.trainers.recorders.test_recorders import about

@@ -9,7 +9,7 @@ import pytest
 
 from gangway.errors import CheckpointUnavailableError
 from gangway.storage import documents, identity, object_store, opening
-from gangway.storage.document_kind import DocumentKind
+from gangway.storage.documents import DocumentKind
 from gangway.storage.opening import place_of
 from orchestrator.driver import halt
 from orchestrator.run_state import lines, mirror, requests
