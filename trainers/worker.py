@@ -351,7 +351,7 @@ def report_requests(host: Any) -> None:
 
 def exception_event(error: BaseException) -> ExceptionRaised:
     from gangway.errors import kind_of, user_frame
-    from gangway.wire.events import MAX_TRACEBACK, cut
+    from gangway.text import MAX_TRACEBACK, cut
     from trainers import runtime
 
     frame = user_frame(error)

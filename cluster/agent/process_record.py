@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gangway.text import cut
 from gangway.wire.answers import PostMortem
-from gangway.wire.events import Event, ExceptionRaised, Exit, Heartbeat, Note, Position, cut
+from gangway.wire.events import Event, ExceptionRaised, Exit, Heartbeat, Note, Position
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from cluster.agent.inputs import Input, Now
 from cluster.agent.process_record import ProcessRecord, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import Alarm
+from gangway.text import cut
 from gangway.wire import orders as orders_of
 from gangway.wire.answers import Halted, HostState, LogPaths
-from gangway.wire.events import MachineNotice, Overdue, Position, StartFailed, cut
+from gangway.wire.events import MachineNotice, Overdue, Position, StartFailed
 from gangway.wire.limits import FIRST_PHASE
 from gangway.wire.orders import OrderError, Start
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import ray
 
-from gangway.wire.events import cut
+from gangway.text import cut
 
 ROUND_S = 0.2
 UNREACHABLE_RETRY_S = 1.0

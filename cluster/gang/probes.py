@@ -11,7 +11,7 @@ import ray
 from cluster.gang.calls import GONE_ERRORS
 from cluster.gang.slots import Slot
 from cluster.placement.waits import CheckStop, wait_answers
-from gangway.wire.events import cut
+from gangway.text import cut
 
 INTERVAL_S = 2.0
 """How often agents that nobody polls are asked. Less often if there are very many."""

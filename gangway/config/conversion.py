@@ -21,8 +21,9 @@ from gangway.config import near_keys
 from gangway.config.masking import masked
 from gangway.config.near_keys import arms as arms_of
 from gangway.config.near_keys import section_of
-from gangway.config.section import did_you_mean
+from gangway.config.section import default_of, did_you_mean
 from gangway.config.yaml_source import KeyPath, Source, shown
+from gangway.text import shortened
 
 T = TypeVar("T")
 Problems = dict[KeyPath, list[str]]
@@ -74,9 +75,9 @@ def convert_sections(config: Any) -> Iterator[str]:
         source = Source(cls.__name__, {item.name: getattr(config, item.name)})
         data = as_written(cls, source.data, (), source)
         try:
-            made = conversion.value(hints[item.name], data[item.name], path) if data else _default(item)
+            made = conversion.value(hints[item.name], data[item.name], path) if data else default_of(item)
         except _WrongError:
-            made = _default(item)
+            made = default_of(item)
         yield from _lines(conversion.problems)
         object.__setattr__(config, item.name, made)  # it is frozen from now on
 
@@ -190,7 +191,7 @@ class _Conversion:
                 continue
             with suppress(_WrongError):
                 values[key] = self.value(hints[key], item, (*path, key))
-        needed = {name for name, item in fields.items() if not _has_default(item)}
+        needed = {name for name, item in fields.items() if not _hasdefault_of(item)}
         for name in (name for name in fields if name in needed - data.keys()):
             self._add((*path, name), "missing; it has no default")
         if needed - values.keys():
@@ -362,7 +363,7 @@ def _found(value: Any, path: KeyPath) -> str:
     if path[:2] == ("hosts", "env") or (path[:1] == ("hosts",) and isinstance(value, Mapping | list)):
         return f"found {_kind(value)}"  # values of environment variables are not shown, and not if one is in the wrong place
     text = json.dumps(masked(value), default=str, skipkeys=True)
-    return f"found {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"found {shortened(text)}"
 
 
 def _kind(value: Any) -> str:
@@ -390,9 +391,5 @@ def _names_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) or any(_names_section(arm) for arm in typing.get_args(hint))
 
 
-def _has_default(item: dataclasses.Field[Any]) -> bool:
+def _hasdefault_of(item: dataclasses.Field[Any]) -> bool:
     return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()

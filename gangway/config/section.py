@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections import Counter
@@ -54,6 +55,10 @@ def not_patterns(config: Any, *names: str) -> Iterator[str]:
             re.compile(getattr(config, name) or "")
         except re.error as error:
             yield f"{name} = {getattr(config, name)!r}: expected a regular expression ({error})"
+
+
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def parse_duration_s(text: str | int | float) -> float:

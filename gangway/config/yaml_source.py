@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gangway.config.masking import MASK, masked
 from gangway.config.section import did_you_mean
 from gangway.config.working_folder import of_a_copy
+from gangway.text import shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -260,7 +261,7 @@ class _Reading:
             return self._loader.construct_object(node)
         # Of a tag that does not fit (`!!int x`), or of a number with thousands of digits.
         except (ValueError, LookupError, ArithmeticError):
-            value = node.value if len(node.value) <= 60 else f"{node.value[:57]}..."
+            value = shortened(node.value)
             raise self._error(node, path, f"is no {node.tag.rpartition(':')[2]} that can be read (found {value!r})") from None
 
     def _check(self, node: yaml.Node, path: KeyPath) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Literal
 
+from gangway.text import shortened
+
 Check = Callable[[Any, str], str]
 """Takes a value and its name. Returns what is wrong with it as a sentence; "" if nothing is."""
-SHOWN = 60
-"""Characters of a wrong value that are shown."""
 
 
 @functools.cache
@@ -142,6 +142,5 @@ def _hashable(value: Any) -> bool:
 
 
 def _wrong(name: str, value: Any, expected: str) -> str:
-    text = repr(value)
-    text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    text = shortened(repr(value))
     return f"{name} = {text}: expected {expected}" if name else f"{text}: expected {expected}"

@@ -374,17 +374,6 @@ READ_BY_AGENT: Mapping[str, frozenset[str]] = {
     }.items()
 }
 """The fields of a process's events by which its agent goes."""
-MAX_MESSAGE, MAX_TRACEBACK = 4000, 20_000
-"""The letters that are kept of a message, and of a traceback. A library may put a whole array or a web page into one, and it
-would travel in events, lie in the run's files, and push others out of them."""
-
-
-def cut(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Returns the text, of a long one the beginning and the end, where the cause is. It says how much was left out."""
-    if len(text) <= limit:
-        return text
-    begin, end = limit * 2 // 3, limit // 3
-    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
 
 
 def problem_of(event: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from cluster.hosts.config import HostsConfig
 from gangway.config import near_keys, yaml_source
 from gangway.config.conversion import convert_sections
 from gangway.config.masking import MASK, masked
-from gangway.config.section import Section, require_none
+from gangway.config.section import Section, default_of, require_none
 from gangway.config.yaml_source import ConfigError, Source
 from gangway.storage import documents, opening
 from gangway.storage.store import StorageRefused
@@ -181,17 +181,13 @@ def _differing(section: Any) -> dict[str, Any]:
     default is there as a whole."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(section):
-        value, default = getattr(section, item.name), _default(item)
+        value, default = getattr(section, item.name), default_of(item)
         if dataclasses.is_dataclass(default) and type(value) is type(default):
             if inner := _differing(value):
                 found[item.name] = inner
         elif value != default:
             found[item.name] = None
     return found
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

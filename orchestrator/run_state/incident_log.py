@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from gangway.storage.documents import DamagedDocument, DocumentKind
-from gangway.wire.events import MAX_TRACEBACK, cut
+from gangway.text import MAX_TRACEBACK, cut
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
 

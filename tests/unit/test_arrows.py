@@ -32,7 +32,8 @@ ASSUMED_OF_THE_MACHINE = {"gangway": set(), "trainers": {"gangway", "jax", "jaxl
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "gangway": (
-        ("config", "first_line", "foreign_errors", "program", "published", "stop_reason", "storage", "surroundings"),
+        ("first_line", "foreign_errors", "program", "published", "stop_reason", "surroundings", "text"),
+        ("config", "storage"),
         ("wire",),
         ("errors", "terminal"),
     ),

@@ -10,6 +10,7 @@ from typing import Any
 from gangway.config.masking import masked
 from gangway.errors import UsageError
 from gangway.storage.documents import StorageError
+from gangway.text import shortened
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.standing import Folder
 from trainers.config import DataConfig
@@ -156,4 +157,4 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _shown(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(text)

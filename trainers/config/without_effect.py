@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gangway.config.section import default_of
 from trainers.config.arguments import TrainingArguments
 
 READ_BY_TASK_OR_DATA = {
@@ -167,12 +168,8 @@ def changed(arguments: TrainingArguments, section: str, names: Collection[str] |
     return [
         item.name
         for item in dataclasses.fields(config)
-        if (names is None or item.name in names) and getattr(config, item.name) != _default(item)
+        if (names is None or item.name in names) and getattr(config, item.name) != default_of(item)
     ]
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from enum import Enum
 from typing import Any
 
 from gangway.stop_reason import StopReason
-from gangway.wire.events import Event, MachineTakenAway, cut, problem_of
+from gangway.text import cut
+from gangway.wire.events import Event, MachineTakenAway, problem_of
 from gangway.wire.orders import Profile
 
 MAX_VALUES = 10_000

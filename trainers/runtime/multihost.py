@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from gangway.errors import CoordinatorError
-from gangway.wire.events import cut
+from gangway.text import cut
 from trainers.jax_internals import distributed
 from trainers.runtime.context import current
 

@@ -17,13 +17,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from gangway.errors import DataError
+from gangway.text import shortened
 
 ROLE, CONTENT, TOOL_CALLS = "role", "content", "tool_calls"
 USER, ASSISTANT = "user", "assistant"
 TEXTS = (CONTENT, "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are texts of the assistant."""
-SHOWN = 60
-"""Characters of a text that errors show."""
 WITH_MARKS = (
     "give the tokenizer's folder a chat_template.jinja that marks what the assistant writes: {% generation %} ... "
     "{% endgeneration %}"
@@ -340,7 +339,7 @@ def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def shown(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+    return repr(shortened(text))
 
 
 class LeftOut(NamedTuple):

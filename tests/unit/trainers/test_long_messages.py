@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cluster.agent.process_record import note
-from gangway.wire.events import cut
+from gangway.text import cut
 from trainers import runtime, worker
 
 LONG = "first line " + "x" * (8 << 20) + " the cause"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gangway.config.section import did_you_mean
+from gangway.text import shortened
 
 Json = Mapping[str, Any]
 Plain = int | float | str | bool
@@ -23,7 +24,7 @@ class Kind(NamedTuple):
 def _shown(value: Any) -> str:
     """As it stands in the file."""
     text = str({None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text)
 
 
 class Only:
