@@ -1,5 +1,5 @@
 """Names of methods that people override in EasyDeL, fairseq2, VeOmni and the Trainer of Hugging Face, and what takes their place
-here. `trainers.overrides` refuses such a method where nothing calls it."""
+here. `trainers.overrides` refuses such a method."""
 
 from __future__ import annotations
 

@@ -3,16 +3,12 @@ called, and each override must be callable as the system calls it."""
 
 from __future__ import annotations
 
-import ast
-import dis
 import functools
 import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from gangway.config.section import did_you_mean
@@ -30,14 +26,15 @@ CALLED_OF_A_TASK = (
     *("tokens_per_example", "flops_per_token", "context_length", "ids", "reads_base"),
 )
 """All that the system reads of a task. Of its own classes it may read more."""
+OTHERWISE = "(is it your program's own, with this name? Mark it with `trainers.overrides.own_method`)"
 OWN, SHOWS = "_is_own_method", "_shows_what_is_made_by"
 Method = TypeVar("Method", bound=Callable[..., Any])
 PROPERTIES = (property, functools.cached_property)
 
 
 def own_method(method: Method) -> Method:
-    """Marks a method of a trainer, a task or a callback that your program calls itself, and that the check cannot see being
-    called."""
+    """Marks a method of a trainer, a task or a callback that your program calls itself, though its name is that of a method of
+    another system, or nearly that of a hook."""
     setattr(method, OWN, True)
     return method
 
@@ -57,8 +54,8 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str], called: Collection[
     `elsewhere` says what to do instead, by names of other systems. `cls` inherits from a class of this package, or `called` has
     the names that the system calls, with whatever they take.
 
-    A method is called if it overrides one of this package, if a method that is called uses it, or if the user's program does.
-    For a name of another system the last is not enough: `log` is used on many objects. Helpers begin with `_`.
+    A method with another name than ours is taken for a helper of the user's program, but for two kinds of names: those of
+    `elsewhere`, and those that are nearly one of ours or of `elsewhere`.
     """
     ours: dict[str, Any] = dict.fromkeys(called)
     ours |= {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
@@ -73,7 +70,7 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str], called: Collection[
     if called:
         return
     _check_all(cls.__name__, "overrides what only shows what there is", {name: _shown_only(ours.get(name)) for name in theirs})
-    alike = {name: _mismatch(name, values[0], ours[name]) for name, values in theirs.items() if name in ours}
+    alike = {name: _mismatch(name, value, ours[name]) for name, value in theirs.items() if name in ours}
     _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
 
 
@@ -82,11 +79,12 @@ def check_hooks(trainer: Any, uses: Mapping[str, tuple[bool, str]]) -> None:
     overrides, and that are not called as the run is set up: `uses` has, by name, whether a hook is called, and else what
     to do."""
     cls, name = type(trainer), type(trainer).__name__
-    own = {name: value for name, value in vars(trainer).items() if callable(value)}
     wrong = {
-        name: "define it in a class: set on the object it is not looked for"
-        for name in own
-        if isinstance(getattr(cls, name, None), FunctionType)
+        member: "define it in a class: set on the object it is not looked for"
+        if callable(value)
+        else "the trainer has an attribute of this name; give the method another one"
+        for member, value in vars(trainer).items()
+        if isinstance(getattr(cls, member, None), FunctionType)
     }
     _check_all(name, "has methods that nothing would call", wrong)
     theirs = {hook for hook in uses if not _is_ours(next(base for base in cls.__mro__ if hook in vars(base)))}
@@ -99,43 +97,33 @@ def _check_all(name: str, what: str, problems: Mapping[str, str]) -> None:
         raise UsageError(f"{name} {what}:\n  " + "\n  ".join(lines))
 
 
-def _members(cls: type) -> dict[str, list[Any]]:
+def _members(cls: type) -> dict[str, Any]:
     """Returns what the user's classes define beside plain values, by name, the definition that counts first."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
     for base in cls.__mro__:
         if _is_ours(base) or _is_installed(base):
             continue
         for name, value in vars(base).items():
             if not (name.startswith("__") and name.endswith("__")):
-                found.setdefault(name, []).append(value)
+                found.setdefault(name, value)
     return found
 
 
 # ---------------------------------------------------------------------- what is never called
 
 
-def _never_called(
-    cls: type, theirs: Mapping[str, list[Any]], ours: Mapping[str, Any], elsewhere: Mapping[str, str]
-) -> dict[str, str]:
+def _never_called(cls: type, theirs: Mapping[str, Any], ours: Mapping[str, Any], elsewhere: Mapping[str, str]) -> dict[str, str]:
     """Returns what is wrong with each method that nothing would call, by name."""
     hidden = {name for name in theirs if name in ours and _owner(cls, name) not in theirs_of(cls)}
     # A class of a library below ours, such as Thread, calls its own methods.
     free = {name for base in cls.__mro__ if _is_installed(base) and base is not object for name in vars(base)}
-    suspects = {
-        name
-        for name, values in theirs.items()
-        if name not in ours and name not in free and _is_suspect(name, values[0], elsewhere)
-    }
-    called = _reached(theirs, set(theirs) - suspects, set(elsewhere))
     hooks = [name for name in ours if not name.startswith("_")]
     problems = {
         name: f"the class that defines it comes after {_owner(cls, name).__name__} in the bases: put it before" for name in hidden
     }
-    for name in suspects - called:
-        if name in _set_by(ours.get("__init__")):
-            problems[name] = "the trainer has an attribute of this name; give the method another one"
-        elif not (name not in elsewhere and _is_used_by_the_program(cls, name)):
-            problems[name] = _remedy(name, hooks, elsewhere)
+    for name in theirs.keys() - ours.keys() - free:
+        if not any(getattr(function, OWN, False) for function in _functions(theirs[name])):
+            problems[name] = _remedy(name, theirs[name], hooks, elsewhere)
     return problems
 
 
@@ -154,40 +142,17 @@ def _owner(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
-def _is_suspect(name: str, value: Any, elsewhere: Mapping[str, str]) -> bool:
-    """Whether somebody must call this member, or it is an error."""
-    if any(getattr(function, OWN, False) for function in _functions(value)):
-        return False
-    if name in elsewhere or not name.startswith("_"):
-        return name in elsewhere or _is_method(value)
-    return _is_method(value) and bool(did_you_mean(name, elsewhere, cutoff=NEAR_OF_HELPER))
-
-
-def _remedy(name: str, hooks: list[str], elsewhere: Mapping[str, str]) -> str:
+def _remedy(name: str, value: Any, hooks: list[str], elsewhere: Mapping[str, str]) -> str:
+    """Returns what to do instead of defining this member; empty if it is a helper."""
     if name in elsewhere:
-        return elsewhere[name]
-    way_out = (
-        "(a helper that your own methods call has a name that begins with _; mark what your program calls with "
-        "`trainers.overrides.own_method`)"
-    )
-    if near := did_you_mean(name, [*hooks, *elsewhere], cutoff=NEAR):
-        known = near.removeprefix("; did you mean ").removesuffix("?")
-        also = f" {known}: {elsewhere[known]}" if known in elsewhere and known not in hooks else ""
-        return f"it is no hook{near}{also} {way_out}"
-    return f"it is no hook, and nothing calls it {way_out}"
-
-
-def _reached(theirs: Mapping[str, list[Any]], roots: set[str], strict: set[str]) -> set[str]:
-    """Returns the members that are called, if those of `roots` are. A name of `strict` must be used on the object itself."""
-    called, queue = set(roots), list(roots)
-    while queue:
-        functions = [function for value in theirs[queue.pop()] for function in _functions(value)]
-        names = set().union(*(_used(function, on_self=False) for function in functions)) - strict
-        names = names.union(*(_used(function, on_self=True) for function in functions))
-        aliases = {name for name, values in theirs.items() if any(value is known for value in values for known in functions)}
-        queue += (new := (names & set(theirs) | aliases) - called)
-        called |= new
-    return called
+        return f"{elsewhere[name]} {OTHERWISE}"
+    known = elsewhere if name.startswith("_") else [*hooks, *elsewhere]
+    near = did_you_mean(name, known, cutoff=NEAR_OF_HELPER if name.startswith("_") else NEAR)
+    if not near or not _is_method(value):
+        return ""
+    meant = near.removeprefix("; did you mean ").removesuffix("?")
+    also = f" {meant}: {elsewhere[meant]}" if meant in elsewhere else ""
+    return f"it is no hook{near}{also} {OTHERWISE}"
 
 
 def _functions(value: Any) -> Iterator[Any]:
@@ -198,75 +163,6 @@ def _functions(value: Any) -> Iterator[Any]:
     for part in parts:
         if part is not None:
             yield from _functions(part)
-
-
-def _used(function: FunctionType, *, on_self: bool) -> set[str]:
-    """Returns the attributes that a function names; those of its first argument alone, if asked."""
-    code = function.__code__
-    first = code.co_varnames[0] if code.co_argcount else None
-    return {name for part in _with_nested(code) for name in (_names_on(part, first) if on_self else _names(part))}
-
-
-def _with_nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_nested(constant)
-
-
-def _names(code: CodeType) -> set[str]:
-    return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-
-
-def _names_on(code: CodeType, variable: str | None, operations: tuple[str, ...] = ("LOAD_ATTR", "LOAD_METHOD")) -> set[str]:
-    """Returns the names that follow a variable: `self.name`, and `getattr(self, "name")`."""
-    found, before = set(), None
-    for instruction in dis.get_instructions(code):
-        named = instruction.opname in operations or (instruction.opname == "LOAD_CONST" and "LOAD_ATTR" in operations)
-        if before is not None and before == variable and named and isinstance(instruction.argval, str):
-            found.add(instruction.argval)
-        before = None
-        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")):
-            # Some versions of Python load two variables at once.
-            before = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-    return found
-
-
-def _set_by(init: Any) -> set[str]:
-    """Returns the attributes that `__init__` of the trainer sets: they hide a method of the same name."""
-    return _names_on(init.__code__, "self", ("STORE_ATTR",)) if isinstance(init, FunctionType) else set()
-
-
-def _is_used_by_the_program(cls: type, name: str) -> bool:
-    """Whether a module of the user has `.name` outside of a method of that name."""
-    return any(name in _attributes(source, name) for source in _sources(cls) if f".{name}" in source)
-
-
-def _attributes(source: str, name: str) -> set[str]:
-    """Returns {name} if the source uses an attribute of this name."""
-    try:
-        queue: list[ast.AST] = [ast.parse(source)]
-    except SyntaxError:  # not a file of Python, such as a cell of a notebook with commands
-        return set()
-    while queue:
-        node = queue.pop()
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            continue  # it calls itself, or the one that it overrides
-        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
-            return {name}
-        queue += ast.iter_child_nodes(node)
-    return set()
-
-
-def _sources(cls: type) -> Iterator[str]:
-    """Yields the text of the user's modules that are loaded; those of the class first."""
-    own = [sys.modules[base.__module__] for base in cls.__mro__ if base.__module__ in sys.modules and not _is_installed(base)]
-    others = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType) and not _is_library(module)]
-    for module in dict.fromkeys([*own, *others]):
-        path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and module.__name__.partition(".")[0] != PACKAGE:
-            with suppress(OSError, ValueError):
-                yield Path(path).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- whether an override can be called
