@@ -24,10 +24,11 @@ OF_ALLOCATOR = (
 """Variables with which a user has chosen otherwise."""
 
 CPU_THREADS_PER_DEVICE = 4
-"""The devices of one process wait for each other in XLA's threads, in several collectives at a time. XLA starts one per core.
-This and the next are also in `cluster.hosts.process_env`, for neither of the two packages imports the other; a test compares."""
+"""XLA would start one thread per core. The devices of one process wait for each other in these threads, in several collectives
+at a time. With too few threads all of them wait, the one that they wait for never runs, and the process hangs."""
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""With XLA's default, a step that accumulates gradients may hang: its devices run their collectives in different orders."""
+"""With XLA's default, an executable that is loaded from a cache may run its collectives in another order on each host. Over gloo
+their data then mixes: a process aborts, or all hang (jaxlib 0.10.2, where a step accumulates gradients)."""
 
 
 def end_with_parent() -> None:
@@ -110,3 +111,8 @@ def _own_folder(user: int, parent: str) -> str:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & 0o077:
             return path
     return tempfile.mkdtemp(prefix="gangway-home-")
+
+
+def clean_up_on_sigterm() -> None:
+    """Lets SIGTERM end this process by an exception: what it has started is ended, and what it has mounted is unmounted."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

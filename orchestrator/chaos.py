@@ -2,8 +2,8 @@
 
 import sys
 
+from gangway.surroundings import clean_up_on_sigterm
 from orchestrator.faultlab.chaos import command
-from orchestrator.faultlab.on_sigterm import clean_up_on_sigterm
 
 
 def main() -> int:

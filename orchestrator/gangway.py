@@ -29,10 +29,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "init": Command("orchestrator.init", "write a small project of your own, which runs at once"),
+    "init": Command("orchestrator.commands.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
     "plan": Command("orchestrator.plan", "what a run will need: memory, time of a step, days, goodput, price; --on v5e-256"),
-    "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
+    "compile": Command(
+        "orchestrator.commands.compile", "compile a run for its hosts, which need not be there: memory, exchanges"
+    ),
     "deploy": Command(
         "orchestrator.deploy.__main__", "write the files with which a run goes onto KubeRay, TPU VMs, SLURM or Ray's launcher"
     ),
@@ -53,11 +55,13 @@ COMMANDS = {
     "logs": Command("orchestrator.runs.logs", "what the processes of a run have printed; --follow"),
     "save": Command("orchestrator.runs.save", "let a run save now, and go on"),
     "stop": Command("orchestrator.runs.stop", "let a run save and stop, from any machine that sees its storage"),
-    "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
-    "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),
+    "checkpoints": Command("orchestrator.commands.checkpoints", "list and check the checkpoints of a run"),
+    "profile": Command("orchestrator.commands.profile", "profile a few steps of a run while it goes on"),
     "verify": Command("orchestrator.verify", "prove that your program can be killed, resumed and resized"),
     "chaos": Command("orchestrator.chaos", "inject faults into a real run, and score the result"),
-    "completion": Command("orchestrator.completion", "what lets bash, zsh or fish complete these commands, options and keys"),
+    "completion": Command(
+        "orchestrator.commands.completion", "what lets bash, zsh or fish complete these commands, options and keys"
+    ),
     "tracking": Command("orchestrator.tracking.__main__", "ship the metrics to MLflow that a run could not ship"),
 }
 

@@ -2,8 +2,9 @@
 
     result = launch(Training(Net, loss, data, steps=1000, run_dir="runs/net"), hosts=2)
 
-The run is that of `python -m orchestrator.run`, in a process of its own (`orchestrator/launched.py`): so the user's program keeps
-its environment, its signals and its own use of Ray. Pieces go by the names by which the processes of the run import them.
+The run is that of `python -m orchestrator.run`, in a process of its own (`orchestrator/commands/launched.py`): so the user's
+program keeps its environment, its signals and its own use of Ray. Pieces go by the names by which the processes of the run import
+them.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _start(*, is_shown_live: bool) -> subprocess.Popen:
     # A terminal has a view that changes. Elsewhere, as in a notebook, only Python can write.
     output = None if is_shown_live else subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.launched"],
+        [sys.executable, "-m", "orchestrator.commands.launched"],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=None if is_shown_live else subprocess.STDOUT,

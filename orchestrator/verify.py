@@ -2,7 +2,7 @@
 
 import sys
 
-from orchestrator.faultlab.on_sigterm import clean_up_on_sigterm
+from gangway.surroundings import clean_up_on_sigterm
 from orchestrator.faultlab.verify import command
 
 

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
+from gangway.surroundings import CPU_THREADS_PER_DEVICE, IN_ORDER
 from tests import ROOT
 
 NUM_DEVICES = 8

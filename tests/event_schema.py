@@ -8,8 +8,8 @@ from typing import Any, Literal, NotRequired, get_args, get_origin, get_type_hin
 
 from pydantic import PydanticUserError, TypeAdapter
 
+from gangway.wire.console import ConsoleEvent
 from gangway.wire.events import Event, HostEvent
-from orchestrator.events import ConsoleEvent
 
 SCHEMAS = {"process": Event, "host": HostEvent, "console": ConsoleEvent}
 

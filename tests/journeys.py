@@ -28,7 +28,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from cluster.hosts.process_env import IN_ORDER
+from gangway.surroundings import IN_ORDER
 from tests import PACKAGES, ROOT
 from tests.environment import prepare
 

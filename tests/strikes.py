@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 
 
 class Folder:

@@ -25,9 +25,9 @@ from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
 import cluster
-from cluster.agent import log_mark
 from cluster.agent.process_record import ExitStatus
 from cluster.hosts import compiler_flags, environment
+from gangway.storage.durable import no_link
 from gangway.wire.events import Event, problem_for_agent
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any],
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, here, str(guard_child), str(events_child), module]
     try:
         # Appending matters: `logs.cut` empties the file under the writer, which then goes on at its beginning.
-        with open(log_path, "ab", opener=log_mark.no_link) as log:
+        with open(log_path, "ab", opener=no_link) as log:
             popen = subprocess.Popen(
                 launcher,
                 stdin=subprocess.PIPE,

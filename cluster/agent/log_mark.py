@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
+from gangway.storage.durable import no_link
+from gangway.storage.ours import NotOursError
+
 MARK = ".gangway-logs"
 ABOUT = "Logs of training processes, by Gangway. It deletes those that are old. Without this file it deletes nothing here.\n"
 LOG = re.compile(r"(process-\d+-\d{4,}|precompilations-\d+)\.log(\.1)?")
@@ -18,10 +21,6 @@ PART = re.compile(rf"\.({LOG.pattern})\.\d+\.part")
 """A copy that is being written: nobody else gives a file such a name."""
 HOST = re.compile(r"host-\d{4,}")
 NAMES = (LOG, PART, HOST)
-
-
-class NotOursError(OSError):
-    """Something was to be deleted that is not Gangway's."""
 
 
 def claim(folder: str) -> bool:
@@ -35,12 +34,6 @@ def claim(folder: str) -> bool:
     with open(os.path.join(folder, MARK), "w", opener=no_link) as file:
         file.write(ABOUT)
     return True
-
-
-def no_link(path: str, flags: int) -> int:
-    """The `opener` of `open` for a file that is written: raises OSError if the path is a link, which somebody else may have
-    planted in a shared folder."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def is_marked(folder: str) -> bool:

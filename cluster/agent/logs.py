@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from cluster.agent import log_mark
+from gangway.storage.durable import no_link
 
 LOG_DIR = "~/.cache/gangway/logs"
 MAX_FILES, MAX_BYTES = 100, 1 << 28
@@ -59,7 +60,7 @@ class Logs:
             # The run's folder first: with a folder of a host in it that has a mark, it looks like a user's own.
             log_mark.claim(self._run_folder)
             log_mark.claim(self.folder)
-            open(path, "ab", opener=log_mark.no_link).close()
+            open(path, "ab", opener=no_link).close()
         except OSError as error:
             return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
         return path, None
@@ -142,7 +143,7 @@ def cut(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
     size = os.path.getsize(path)
     if size <= max_bytes or path.endswith(".1"):
         return
-    with open(path, "rb") as log, open(f"{path}.1", "wb", opener=log_mark.no_link) as kept:
+    with open(path, "rb") as log, open(f"{path}.1", "wb", opener=no_link) as kept:
         log.seek(size - min(size, COPIED_BYTES))
         shutil.copyfileobj(log, kept)
     # What is printed between the copy above and this line is lost: the writer cannot be stopped for it.

@@ -5,13 +5,8 @@ from __future__ import annotations
 from cluster.hosts import compiler_flags
 from cluster.hosts.config import HostsConfig, devices_per_host
 from cluster.hosts.environment import NO_PROXY_BETWEEN_HOSTS
+from gangway.surroundings import CPU_THREADS_PER_DEVICE, IN_ORDER
 
-CPU_THREADS_PER_DEVICE = 4
-"""XLA would start one thread per core. The devices of one process wait for each other in these threads, in several collectives
-at a time. With too few threads all of them wait, the one that they wait for never runs, and the process hangs."""
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""With XLA's default, an executable that is loaded from a cache may run its collectives in another order on each host. Over gloo
-their data then mixes: a process aborts, or all hang (jaxlib 0.10.2, where a step accumulates gradients)."""
 MEGASCALE_PORT = 8081
 PRIVATE_UMASK = 0o077
 """With this umask, only the user of a process can read the files that it creates."""

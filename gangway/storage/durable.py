@@ -131,7 +131,8 @@ def is_in_the_way(path: str | os.PathLike[str]) -> bool:
 
 
 def no_link(path: str, flags: int) -> int:
-    """The `opener` of `open` for a file that is written: raises OSError if the path is a link."""
+    """The `opener` of `open` for a file that is written: raises OSError if the path is a link, which somebody else may
+    have planted in a shared folder."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

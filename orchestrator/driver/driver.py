@@ -21,7 +21,6 @@ from gangway.stop_reason import StopReason
 from gangway.storage import documents
 from gangway.wire import orders
 from gangway.wire.orders import Preparation, Start
-from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ending import StoppedOnRequest, Superseded, TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
@@ -49,6 +48,7 @@ from orchestrator.failures.classify import Failure, FailureKind, explain_missing
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
+from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state import replay
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from gangway.storage import failed_requests, usage
+from gangway.wire.console import Level, Status
 from gangway.wire.events import (
     AnomalyTreated,
     Evaluating,
@@ -36,13 +37,12 @@ from gangway.wire.events import (
     problem_for_driver,
 )
 from gangway.wire.limits import PHASES
-from orchestrator.board import BoardLike
 from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
-from orchestrator.events import Level, Status
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
+from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.progress import Progress

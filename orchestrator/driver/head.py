@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from orchestrator.events import Note
+from gangway.wire.console import Note
 
 CHECK_TIMEOUT_S = 5.0
 """How long a head may take to answer before Ray is asked to connect."""

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from cluster.hosts.process_env import PRIVATE_UMASK
 from gangway.storage import documents
-from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig, resolved_yaml, shown
 from orchestrator.driver.ending import Ending, Progress, Superseded, TrainingFailed, ending
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.report.child import write_report
+from orchestrator.reporting.board import BoardLike
 from orchestrator.reporting.console_log import LoggedBoard
 from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state import summary

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from gangway.stop_reason import StopReason
 from gangway.wire import orders
-from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ending import StoppedOnRequest
 from orchestrator.driver.event_handler import EventHandler
@@ -14,6 +13,7 @@ from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Membership
 from orchestrator.driver.state import DriverState
 from orchestrator.policies import elasticity
+from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
 

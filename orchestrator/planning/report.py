@@ -13,8 +13,8 @@ from typing import Any
 
 from cluster.hosts import compiler_flags
 from cluster.hosts import config as hosts_config
+from gangway.wire.console import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
-from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
 from trainers.config import pipeline
 from trainers.config.attention import choose, choose_exchange

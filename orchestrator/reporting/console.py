@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from orchestrator.board import BoardLike
-from orchestrator.events import Printed
+from gangway.wire.console import Printed
+from orchestrator.reporting.board import BoardLike
 from orchestrator.reporting.text import action_of, recovery, summary_page
 from trainers.console import screens
 from trainers.console.screens import Console

@@ -10,8 +10,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator.board import BoardLike
-from orchestrator.events import ConsoleEvent
+from gangway.wire.console import ConsoleEvent
+from orchestrator.reporting.board import BoardLike
 from orchestrator.reporting.console import job_lines_of
 from orchestrator.reporting.text import summary_page
 from trainers.console.screens import PlainConsole

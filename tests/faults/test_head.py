@@ -14,7 +14,7 @@ from orchestrator.faultlab.testbed.local_cluster import local_cluster
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 
-WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/launching.py")
+WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/commands/launching.py")
 
 pytestmark = pytest.mark.slow("starts two clusters")
 

@@ -15,7 +15,13 @@ from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.strikes import Folder
 
-WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/launching.py", "trainers/loop", "trainers/worker.py")
+WINGS = (
+    "orchestrator/driver",
+    "orchestrator/run_state",
+    "orchestrator/commands/launching.py",
+    "trainers/loop",
+    "trainers/worker.py",
+)
 AS_USERS_COMPILE = True
 
 TINY = str(ROOT / "configs" / "tiny.yaml")

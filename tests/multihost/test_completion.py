@@ -26,7 +26,7 @@ def offered(request, tmp_path_factory):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     with file.open("w") as out:
-        subprocess.run([sys.executable, "-m", "orchestrator.completion", shell], check=True, cwd=ROOT, stdout=out)
+        subprocess.run([sys.executable, "-m", "orchestrator.commands.completion", shell], check=True, cwd=ROOT, stdout=out)
 
     def ask(words: str, last: str) -> set[str]:
         asked = ASK[shell].format(file=file, words=words, last=last, count=len(words.split()))

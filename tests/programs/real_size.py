@@ -76,7 +76,9 @@ def keep() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.programs.real_size", description=__doc__)
-    parser.add_argument("keep", nargs="?", choices=("keep",), help="without it: a request of orchestrator.compile is read")
+    parser.add_argument(
+        "keep", nargs="?", choices=("keep",), help="without it: a request of orchestrator.commands.compile is read"
+    )
     if parser.parse_args().keep:
         keep()
     else:

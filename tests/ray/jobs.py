@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gangway.storage import documents
-from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver import main
 from orchestrator.driver.ray_train import JobFailed
+from orchestrator.reporting.board import Board
 from orchestrator.run_state.outcome import read_outcome
 
 

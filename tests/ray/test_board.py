@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from orchestrator.board import RemoteBoard, start_remote_board
+from orchestrator.reporting.board import RemoteBoard, start_remote_board
 from tests.ray.machines import own_ray
 
 

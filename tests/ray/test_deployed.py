@@ -18,7 +18,7 @@ from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.unit.orchestrator.deploy.of_configs import deploy
 from tests.unit.orchestrator.deploy.test_scripts import SCONTROL, SRUN, TINY, programs
 
-WINGS = ("orchestrator/deploy", "orchestrator/launching.py")
+WINGS = ("orchestrator/deploy", "orchestrator/commands/launching.py")
 
 pytestmark = [pytest.mark.slow("starts a Ray of two nodes, twice")]
 

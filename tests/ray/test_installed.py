@@ -19,7 +19,7 @@ from packaging.version import Version
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
-WINGS = ("orchestrator/init.py", "orchestrator/gangway.py", "trainers/library.py")
+WINGS = ("orchestrator/commands/init.py", "orchestrator/gangway.py", "trainers/library.py")
 
 pytestmark = pytest.mark.slow("installs the project")
 

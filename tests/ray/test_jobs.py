@@ -8,7 +8,7 @@ import re
 import pytest
 import ray
 
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 from tests.programs.recorder import OwnTrainer
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from tests.ray.machines import own_ray

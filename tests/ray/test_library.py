@@ -16,7 +16,7 @@ from tests.programs.processes import PATIENCE_S, wait_until
 from tests.strikes import Folder
 from tests.unit.documents import blocks
 
-WINGS = ("orchestrator/library.py", "orchestrator/launched.py", "orchestrator/shipped", "trainers/library.py")
+WINGS = ("orchestrator/library.py", "orchestrator/commands/launched.py", "orchestrator/shipped", "trainers/library.py")
 
 pytestmark = pytest.mark.slow("trains under a Ray of its own")
 

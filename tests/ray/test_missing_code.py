@@ -7,8 +7,8 @@ import os
 import pytest
 import ray
 
+from orchestrator.commands.launching import exit_status
 from orchestrator.failures import classify
-from orchestrator.launching import exit_status
 from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
 

@@ -19,7 +19,7 @@ from orchestrator.run_state.launch import read_gang
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 
-WINGS = ("orchestrator/driver/ray_cluster.py", "orchestrator/launching.py", "orchestrator/run.py")
+WINGS = ("orchestrator/driver/ray_cluster.py", "orchestrator/commands/launching.py", "orchestrator/run.py")
 
 pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
@@ -87,7 +87,7 @@ def test_a_run_on_one_machine_is_closed_to_others(tmp_path):
         assert [environ for environ in of_training if token in environ.values()] == []
 
         # Another process of the same user, whom nobody has given the token:
-        command = [sys.executable, "-m", "orchestrator.profile", str(folder), "--steps", "1"]
+        command = [sys.executable, "-m", "orchestrator.commands.profile", str(folder), "--steps", "1"]
         profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         assert profiled.returncode == 0, profiled.stdout + profiled.stderr
         (rays_folder,) = {Path(part.partition("=")[2]) for part in raylet.cmdline() if part.startswith("--session_dir=")}

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.profile` on a run that goes on, and on one that does not."""
+"""`python -m orchestrator.commands.profile` on a run that goes on, and on one that does not."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 from tests.programs.processes import PATIENCE_S
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from tests.ray.machines import own_ray
 from trainers.recorders.jsonl import read
 
-WINGS = ("orchestrator/profile.py", "trainers/diagnostics")
+WINGS = ("orchestrator/commands/profile.py", "trainers/diagnostics")
 
 pytestmark = [pytest.mark.slow("traces a running job")]
 OF_HOST_1 = "system/host-1/host_cpu_percent"
@@ -31,7 +31,7 @@ def local_ray():
 
 def command(run_dir, *options):
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.profile", str(run_dir), *options],
+        [sys.executable, "-m", "orchestrator.commands.profile", str(run_dir), *options],
         capture_output=True,
         text=True,
         check=False,

@@ -22,7 +22,7 @@ from tests.programs.processes import PATIENCE_S
 
 WINGS = (
     "orchestrator/run.py",
-    "orchestrator/launching.py",
+    "orchestrator/commands/launching.py",
     "orchestrator/driver/ray_train.py",
     "orchestrator/driver/ray_cluster.py",
 )

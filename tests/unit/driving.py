@@ -9,11 +9,11 @@ from typing import Any
 
 from cluster.gang.gang_like import GangsLike
 from gangway.storage.documents import DocumentKind
-from orchestrator.board import Board
+from gangway.wire.console import ConsoleEvent
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
 from orchestrator.driver.ending import Superseded, TrainingFailed
-from orchestrator.events import ConsoleEvent
+from orchestrator.reporting.board import Board
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.requests import Request
 from tests.environment import BUILD

@@ -55,17 +55,16 @@ FLOORS = {
     ),
     "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
-        ("events", "shipped"),
-        ("board", "failures"),
+        ("shipped", "failures"),
         ("policies", "tracking"),
         ("run_state",),
         ("config", "reporting"),
         ("planning", "runs"),
         ("report", "deploy"),
-        ("driver", "faultlab", "checkpoints"),
-        ("launching", "compile"),
-        ("run", "plan", "profile", "init", "gangway", "chaos", "verify"),
-        ("library", "launched", "completion"),
+        ("driver", "faultlab"),
+        ("gangway", "library"),
+        ("commands",),
+        ("run", "plan", "chaos", "verify"),
     ),
 }
 """Wings (subpackages, and modules beside them) from the ground up: each imports those of lower floors only."""
@@ -219,7 +218,7 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
 
 def test_a_wrong_configuration_is_reported_without_waiting_for_ray():
     reached = imported_with(
-        *("orchestrator.launching", "orchestrator.planning.report", "orchestrator.config.job"),
+        *("orchestrator.commands.launching", "orchestrator.planning.report", "orchestrator.config.job"),
         *("orchestrator", "orchestrator.library"),
     )
     assert "cluster.hosts.config" in reached
@@ -254,7 +253,7 @@ def test_the_command_answers_without_waiting_for_anything():
 
 
 COMMANDS = (
-    *(f"orchestrator.{name}" for name in ("run", "verify", "chaos", "checkpoints", "profile")),
+    *(f"orchestrator.{name}" for name in ("run", "verify", "chaos", "commands.checkpoints", "commands.profile")),
     *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "data.__main__", "reference")),
 )
 SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}

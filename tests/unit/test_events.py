@@ -7,8 +7,8 @@ import typing
 
 import pytest
 
+from gangway.wire.console import ConsoleEvent
 from gangway.wire.events import READ_BY_AGENT, Event, HostEvent, problem_for_agent
-from orchestrator.events import ConsoleEvent
 from tests import ROOT
 from tests.event_schema import check_event, fields_of, kinds_of
 

@@ -204,8 +204,8 @@ NO_OVERRIDES = {"orchestrator.runs.compare", "orchestrator.runs.history", "orche
 READ_NONE = {
     "trainers.export",
     "trainers.generate",
-    "orchestrator.init",
-    "orchestrator.completion",
+    "orchestrator.commands.init",
+    "orchestrator.commands.completion",
     "orchestrator.tracking.__main__",
 }
 COMMANDS = sorted({command.module for command in COMMANDS_OF_GANGWAY.values()} - READ_NONE)

@@ -124,5 +124,5 @@ def check(folder: Folder, steps: Iterable[int], ordered: Committed) -> Committed
 def _advice(folder: Folder) -> str:
     return (
         "bring the storage back (is it mounted on this host, and the right one?); to go on with what is there after all, or to "
-        f"start again from step 0: python -m orchestrator.checkpoints {folder.parent} --accept-loss"
+        f"start again from step 0: python -m orchestrator.commands.checkpoints {folder.parent} --accept-loss"
     )

@@ -90,7 +90,7 @@ class DistributionConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
     """Windows of steps that JAX's profiler records; more at any time by `python -m
-    orchestrator.profile`. Skips, then `repeat` times: waits, warms up, records."""
+    orchestrator.commands.profile`. Skips, then `repeat` times: waits, warms up, records."""
 
     record_steps: int | None = None
     """null: nothing is recorded on schedule."""

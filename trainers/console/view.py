@@ -12,7 +12,7 @@ from gangway.wire.limits import PHASES
 from trainers.console.text import clock_time, count, printable, sentence
 
 Event = Mapping[str, Any]
-"""An event for the console (`orchestrator/events.py` has the schemas): `ev` is its kind."""
+"""An event for the console (`gangway/wire/console.py` has the schemas): `ev` is its kind."""
 Line = tuple[tuple[str, str], ...]
 """Parts of a line: text, and its style as `rich` names it."""
 SHOWN_PREVIEW = 70

@@ -1,6 +1,6 @@
 import threading
 
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 
 
 def test_each_reader_gets_every_event_once():

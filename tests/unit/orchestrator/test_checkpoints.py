@@ -1,4 +1,4 @@
-"""`python -m orchestrator.checkpoints`: what it says of which folder, and its exit status."""
+"""`python -m orchestrator.commands.checkpoints`: what it says of which folder, and its exit status."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 from gangway.errors import CheckpointUnavailableError
 from gangway.storage import documents
-from orchestrator import checkpoints
+from orchestrator.commands import checkpoints
 from orchestrator.run_state import lease
 from tests.programs import checkpointing
 from trainers.checkpoint import committed
@@ -113,7 +113,7 @@ def test_a_run_that_has_not_saved_yet_has_none(tmp_path, capsys):
 
 
 def test_it_runs_as_a_command_without_jax(run_dir):
-    code = "import sys; from orchestrator.checkpoints import main; sys.exit(main(sys.argv[1:]) or 'jax' in sys.modules)"
+    code = "import sys; from orchestrator.commands.checkpoints import main; sys.exit(main(sys.argv[1:]) or 'jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)
 
 

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.compile`, and the configurations of real sizes, compiled for the devices that they are for."""
+"""`python -m orchestrator.commands.compile`, and the configurations of real sizes, compiled for the devices that they are for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from cluster.agent.child_process import child_env
 from cluster.hosts import compiler_flags
-from orchestrator import compile as command
+from orchestrator.commands import compile as command
 from orchestrator.config.job import load
 from orchestrator.planning.child import Child
 from tests import ROOT

@@ -8,7 +8,7 @@ from gangway.storage import identity
 from gangway.storage.documents import StorageError
 from gangway.storage.opening import place_of
 from gangway.storage.row import Row
-from orchestrator import checkpoints
+from orchestrator.commands import checkpoints
 from orchestrator.run_state import incident_log, lines
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident

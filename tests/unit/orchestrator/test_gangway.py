@@ -24,7 +24,7 @@ NO_COMMANDS = {
     "trainers.planning.program",
     "trainers.planning.trial",
     "orchestrator.gangway",
-    "orchestrator.launched",
+    "orchestrator.commands.launched",
 }
 """Modules that are programs, and that no person calls through `gangway`."""
 

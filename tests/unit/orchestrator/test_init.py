@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import init
+from orchestrator.commands import init
 from orchestrator.config.job import load
 from orchestrator.shipped import files
 from tests import ROOT

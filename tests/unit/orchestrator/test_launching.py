@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import launching
-from orchestrator.board import Board
+from orchestrator.commands import launching
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
+from orchestrator.reporting.board import Board
 from orchestrator.run_state import outcome
 from tests.programs.processes import PATIENCE_S
 

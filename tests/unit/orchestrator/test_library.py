@@ -20,7 +20,8 @@ from flax import nnx
 import orchestrator
 from gangway.config import importable
 from gangway.errors import UsageError
-from orchestrator import launched, library
+from orchestrator import library
+from orchestrator.commands import launched
 from orchestrator.config.job import build
 from trainers.callbacks import Callback
 from trainers.library import PiecesTrainer, Training

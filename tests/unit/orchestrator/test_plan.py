@@ -8,8 +8,8 @@ import types
 import pytest
 
 from cluster.hosts.config import HostsConfig
-from orchestrator import compile as compiling
-from orchestrator import plan
+from orchestrator.commands import compile as compiling
+from orchestrator.commands import plan
 from orchestrator.config.job import ConfigError, load
 from orchestrator.planning import hardware, requests, trial
 from orchestrator.planning.hardware import DEVICES

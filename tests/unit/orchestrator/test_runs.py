@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gangway.storage import documents, json_text
-from orchestrator import profile
+from orchestrator.commands import profile
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome

@@ -10,7 +10,7 @@ from gangway.errors import CheckpointUnavailableError
 from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept, Row
-from orchestrator import checkpoints, profile
+from orchestrator.commands import checkpoints, profile
 from orchestrator.report import __main__ as report
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome, requests

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.agent import log_mark, logs
 from cluster.agent.logs import Logs, cut, keep_newest
+from gangway.storage.ours import NotOursError
 
 LONG_S = 30.0
 
@@ -248,7 +249,7 @@ def test_a_run_whose_folder_a_user_has_files_in_is_never_forgotten_nor_is_his_lo
     assert not log_mark.is_marked(str(local / "job"))
     assert not log_mark.is_marked(os.path.dirname(path))
     for each in (local / "job", path):
-        with pytest.raises(log_mark.NotOursError, match=r"^\S+job\S* stays: it "):
+        with pytest.raises(NotOursError, match=r"^\S+job\S* stays: it "):
             log_mark.delete(str(each))
     keep_newest(os.path.dirname(path), max_files=0, max_bytes=0)
     assert list(log_mark.logs_in(os.path.dirname(path))) == []

@@ -26,8 +26,9 @@ from cluster.hosts.config import (
     slots_of_whole_slices,
     strategy,
 )
-from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER, megascale_env, process_env
+from cluster.hosts.process_env import megascale_env, process_env
 from cluster.hosts.tpu import generation, topology_dims, topology_name
+from gangway.surroundings import CPU_THREADS_PER_DEVICE, IN_ORDER
 
 TPU = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
 TWO_SLICES = HostsConfig(**TPU, slices=2)

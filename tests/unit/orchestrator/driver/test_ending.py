@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.board import Board
+from orchestrator.commands.launching import exit_status, outcome_of
 from orchestrator.config.job import build
 from orchestrator.driver import main
 from orchestrator.driver.ending import Ending, Progress, StoppedOnRequest, TrainingFailed, ending
 from orchestrator.driver.main import conclude, drive
 from orchestrator.driver.ray_train import JobFailed
-from orchestrator.launching import exit_status, outcome_of
+from orchestrator.reporting.board import Board
 from orchestrator.run_state import summary
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.launch import open_launch

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 from cluster.agent.event_log import EventLog
-from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.policies.stragglers import StragglerPolicy
+from orchestrator.reporting.board import Board
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges

@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from gangway.wire.events import problem_for_driver as problem_of
-from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Finished, Generation
 from orchestrator.policies.stragglers import StragglerPolicy
+from orchestrator.reporting.board import Board
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges

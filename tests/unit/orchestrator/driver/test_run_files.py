@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from orchestrator.board import Board
 from orchestrator.config.job import build, load
 from orchestrator.driver import main
 from orchestrator.policies.notices import NotifyConfig
+from orchestrator.reporting.board import Board
 from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console as Screen
 
 from gangway import published
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 from orchestrator.reporting.console import job_lines_of, make_console, watch
 from orchestrator.reporting.text import recovery, summary_page, waiting
 from tests import ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from orchestrator.board import Board
+from orchestrator.reporting.board import Board
 from orchestrator.reporting.console_log import LoggedBoard
 
 RUN = {"ev": "run", "name": "mine", "hosts": 2, "devices": 2, "parameters": 10, "tokens_per_step": 4, "max_steps": 9}

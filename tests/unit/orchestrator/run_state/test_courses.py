@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gangway.wire.events import course_left_at
-from orchestrator import checkpoints
+from orchestrator.commands import checkpoints
 from orchestrator.faultlab.verify.command import read_losses
 from orchestrator.run_state import launch as launches
 from orchestrator.tracking import mlflow_shipper

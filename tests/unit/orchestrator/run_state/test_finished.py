@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gangway.storage import documents
-from orchestrator import launching
+from orchestrator.commands import launching
 from orchestrator.config.job import build, shown
 from orchestrator.run_state import summary
 from orchestrator.run_state.outcome import finished_at

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from gangway.storage.opening import place_of
-from orchestrator.profile import how_to_look
+from orchestrator.commands.profile import how_to_look
 from tests.stores.fault_proxy import Fault
 from tests.unit.training import of, trainer
 from trainers import runtime

@@ -39,7 +39,7 @@ def test_a_folder_that_is_gone_is_no_beginning(folder):
         restore(folder)
     message = str(error.value)
     assert message.startswith(f"checkpoint 8 of this run was committed, and is not in {folder}: there is no such folder; bring ")
-    assert message.endswith(f"python -m orchestrator.checkpoints {folder.parent} --accept-loss")
+    assert message.endswith(f"python -m orchestrator.commands.checkpoints {folder.parent} --accept-loss")
     assert kind_of(error.value) == {"kind": "storage", "deterministic": False}
 
 

@@ -1,5 +1,5 @@
 """Compiles the train step of a job for its hosts, which need not be there:
-`python -m orchestrator.compile CONFIG [key=value ...]`.
+`python -m orchestrator.commands.compile CONFIG [key=value ...]`.
 
 Compiles the step of a run, and tells what a device needs of its memory, what the devices exchange in a step, and which large
 arrays each of them has whole.
@@ -24,7 +24,7 @@ EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("orchestrator.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
+    parser = Parser("orchestrator.commands.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 hosts.topology=8x8")
     options = parser.parse_intermixed_args(argv)

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.profile RUN_DIR|CONFIG`: profiles the next steps of a running run.
+"""`python -m orchestrator.commands.profile RUN_DIR|CONFIG`: profiles the next steps of a running run.
 
 To be used on a machine of the run's Ray cluster. The files are for XProf and TensorBoard.
 Exit status: 0; 1 when a host could not be profiled; 2 when there is no such run, or it is not running.
@@ -32,7 +32,7 @@ Outcome = Profiled
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")
+    parser = parser_of_run("orchestrator.commands.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
     parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")

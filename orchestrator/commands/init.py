@@ -1,4 +1,4 @@
-"""`python -m orchestrator.init DIR`: writes a small project of a user's own, which runs at once.
+"""`python -m orchestrator.commands.init DIR`: writes a small project of a user's own, which runs at once.
 
 The files are those of `examples/project/`. With --examples it writes the configurations and the examples of gangway instead.
 Exit status: 0; 2 when the folder is not empty, or cannot be written.
@@ -32,7 +32,7 @@ class InitError(Exception):
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("orchestrator.init", "Write a small project, which runs at once.", example="my-project")
+    parser = Parser("orchestrator.commands.init", "Write a small project, which runs at once.", example="my-project")
     parser.add_argument("folder", metavar="DIR", help="a new or empty folder")
     parser.add_argument("--examples", action="store_true", help="write the configurations and examples of gangway instead")
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The process of a run that `orchestrator.library.launch` has started: `python -m orchestrator.launched`.
+"""The process of a run that `orchestrator.library.launch` has started: `python -m orchestrator.commands.launched`.
 
 It reads one line of JSON, {"configuration", "end", "program"}, runs the job as `orchestrator.run` does, and writes to the file
 `end` how it ended. When its standard input ends, the program that wanted the run is gone: the run saves and stops.
@@ -17,9 +17,9 @@ from typing import Any
 from gangway.config.masking import masked
 from gangway.storage import documents
 from gangway.terminal import command
+from orchestrator.commands.launching import Interrupted, run_job, why_no_outcome
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
-from orchestrator.launching import Interrupted, run_job, why_no_outcome
 from orchestrator.planning.child import PlanError
 from orchestrator.run_state.lease import RunInUse
 

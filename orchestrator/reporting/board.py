@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import Any, Protocol
 
-from orchestrator.events import ConsoleEvent
+from gangway.wire.console import ConsoleEvent
 
 KEPT_EVENTS = 20_000
 """Enough for any reader that is alive. A dead reader must not cost memory."""

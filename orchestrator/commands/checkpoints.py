@@ -1,4 +1,4 @@
-"""`python -m orchestrator.checkpoints RUN|CONFIG`: lists the checkpoints of a run, and whether they are intact.
+"""`python -m orchestrator.commands.checkpoints RUN|CONFIG`: lists the checkpoints of a run, and whether they are intact.
 
 It only reads files, and may be used while the run goes on. With --accept-loss it records that there are no newer checkpoints.
 With --copy-to it copies the run, with all that it needs to go on there, between folders and buckets.
@@ -58,7 +58,7 @@ class Row:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
+    parser = parser_of_run("orchestrator.commands.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -19,16 +19,16 @@ from gangway.config.masking import masked
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
 from gangway.terminal import outlives_terminal
-from orchestrator.board import Board, BoardLike, start_remote_board
+from gangway.wire.console import Note, Status
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect, head_address
 from orchestrator.driver.ray_train import fit, import_ray_train
-from orchestrator.events import Note, Status
 from orchestrator.failures.classify import explain_missing_code
 from orchestrator.planning import report
 from orchestrator.planning.child import PlanError
+from orchestrator.reporting.board import Board, BoardLike, start_remote_board
 from orchestrator.reporting.console import Console, make_console, watch
 from orchestrator.run_state import fresh
 from orchestrator.run_state.lease import RunInUse, check_free

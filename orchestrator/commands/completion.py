@@ -1,6 +1,6 @@
 """Writes what lets a shell complete the commands of gangway, their options, and the keys of a configuration.
 
-    python -m orchestrator.completion bash
+    python -m orchestrator.commands.completion bash
 
 It is written once, into a file that the shell reads:
 
@@ -57,7 +57,7 @@ class Described(NamedTuple):
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("orchestrator.completion", __doc__, example="bash > gangway.bash")
+    options = parser("orchestrator.commands.completion", __doc__, example="bash > gangway.bash")
     options.add_argument("shell", choices=tuple(SHELLS))
     shell = options.parse_args(argv).shell
     for line in SHELLS[shell]([described(name) for name in COMMANDS], keys()):

@@ -1,0 +1,1 @@
+"""The code of the commands, which `gangway` and `python -m` call."""

@@ -1,0 +1,324 @@
+"""What a run will need: `gangway plan CONFIG [--on NAME] [key=value ...]`. Nothing is started, and no machine is taken.
+
+Tells what a run will need. It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the
+hardware: memory of a device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput,
+and a price.
+NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
+Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gangway.first_line import say
+from gangway.program import Parser
+from gangway.terminal import command
+
+EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+SAVE_BYTES_PER_S = 1e9
+"""What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
+COPY_BYTES_PER_S = 5e9
+"""What one device copies to the memory of its host, for which a save holds up training: an assumption."""
+SMALLER = (
+    ("model.remat=full", "keeps less of the forward pass"),
+    ("accumulation_steps={twice}", "halves the micro-batch"),
+    ("optimizer.moment_dtype=bfloat16", "halves the moments"),
+)
+"""What makes a step need less memory, tried in this order where it does not fit."""
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("orchestrator.plan", __doc__.split("\n\n")[1], example="config.yaml --on v5e-256 --price 1.2")
+    parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 global_batch_size=512")
+    parser.add_argument("--on", metavar="NAME", help="other machines than `hosts`: v5e-256, v5p-512x4, h100-8x16")
+    parser.add_argument(
+        "--meshes", action="store_true", help="try meshes of data, fsdp and tensor, and propose one; takes minutes"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, in your currency")
+    parser.add_argument("--hours-between-failures", type=float, metavar="H", help="of the whole run; default: by its devices")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_intermixed_args(argv)
+    say(f"planning {options.config}: nothing is started", stream=sys.stderr)
+    # After the first line: this imports much.
+    from gangway.config.masking import masked
+    from gangway.storage import json_text
+    from orchestrator.config.job import ConfigError, load
+    from orchestrator.planning import hardware, meshes
+    from orchestrator.planning.child import PlanError
+
+    try:
+        machines = [] if options.on is None else hardware.overrides_for(options.on)
+        config = load(options.config, [*machines, *options.overrides])
+        if options.meshes:
+            found = meshes.compared(config, lambda changed: planned(changed, options, remedies=False))
+        else:
+            found = planned(config, options)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_REFUSED
+    except PlanError as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    told = meshes.lines(found) if options.meshes else lines(found)
+    print(json_text.dumps(found, indent=1) if options.json else "\n".join(told))
+    return EXIT_FITS if found["fits"] else EXIT_REFUSED
+
+
+def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) -> dict[str, Any]:
+    """Returns the plan; with `remedies` also what makes a step fit that does not. Raises ConfigError with what is wrong, and
+    PlanError if the compiler failed."""
+    from orchestrator.commands import compile as compiling
+    from orchestrator.config.job import build, to_dict
+    from orchestrator.planning import hardware, report
+
+    estimate = report.check(config)
+    device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
+    room = hardware.room(config.hosts, device)
+    step = compiled(config, room, remedies=remedies)
+    facts = step["facts"]
+    found: dict[str, Any] = {
+        "name": config.training.name,
+        "on": options.on,
+        "devices": estimate.num_devices,
+        "hosts": estimate.num_hosts,
+        "mesh": estimate.mesh,
+        "parameters": estimate.parameters,
+        "tokens_per_step": estimate.tokens_per_step,
+        "flops_per_step": estimate.flops_per_step,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "max_steps": estimate.max_steps,
+        "fits": step["problem"] is None,
+        "problem": step["problem"],
+        "remedy": step["remedy"],
+        "memory": dict(facts.get("memory", {})),
+        "memory_of_device": None if room is None else room.of_device,
+        "state_bytes_per_device": estimate.state_bytes_per_device,
+        "exchanged": exchanged(facts),
+    }
+    if tried := facts.get("remat"):
+        # A trial takes the time of what was chosen.
+        config = build(to_dict(config), overrides=[f"model.remat={tried[-1][0]}"])
+        found["remat"] = compiling.remat(tried)
+    return found | timed(config, estimate, found, device, options)
+
+
+def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[str, Any]:
+    """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does. `room`
+    (`orchestrator.planning.hardware`) judges where the compiler knows no limit."""
+    from orchestrator.commands import compile as compiling
+    from orchestrator.config.job import ConfigError, build, to_dict
+    from orchestrator.planning.hardware import DOES_NOT_FIT
+
+    def facts_of(config: Any) -> dict[str, Any]:
+        facts = compiling.facts(config, None if room is None else room.of_device)
+        if room is not None and (why := room.lacks(facts["memory"])):
+            raise ConfigError(config.training.name, [why])
+        return facts
+
+    try:
+        return {"facts": facts_of(config), "problem": None, "remedy": None}
+    except ConfigError as error:
+        if DOES_NOT_FIT not in str(error):
+            raise
+        problem = error.last_line
+    for override, why in SMALLER if remedies else ():
+        if override == "model.remat=full" and config.training.model.remat == "auto":
+            continue  # tried already
+        changed = override.format(twice=2 * config.training.accumulation_steps)
+        try:
+            facts = facts_of(build(to_dict(config), overrides=[changed]))
+        except ConfigError:
+            continue
+        return {"facts": facts, "problem": problem, "remedy": f"{changed} ({why})"}
+    return {"facts": {}, "problem": problem, "remedy": None}
+
+
+def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the bytes that one device exchanges in a step, by kind."""
+    found: dict[str, int] = {}
+    for kind, _, _, size in facts.get("exchanged", ()):
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what follows from the time of a step; nothing where that is not known, but why."""
+    from gangway.storage.opening import is_url
+    from orchestrator.planning import roofline, trial
+
+    if estimate.flops_per_step is None or not found["fits"]:
+        return {"step_s": None, "not_predicted": "the model's FLOPs are not known" if found["fits"] else "it does not fit"}
+    if device is not None:
+        step = by_figures(config, estimate, found, device)
+    elif config.hosts.kind == "cpu":
+        try:
+            step = by_trial(trial.of(config, flops=estimate.flops_per_step, peak_bytes=found["memory"]["peak"]))
+        except trial.NotTried as error:
+            return {"step_s": None, "not_predicted": str(error)}
+    else:
+        return {"step_s": None, "not_predicted": "there are no figures for this hardware (--on NAME)"}
+    step_s = step["step_s"]
+    save_every_s = save_interval_s(config.training.checkpoint, step_s)
+    hours = options.hours_between_failures
+    goodput = roofline.expected_goodput(estimate.num_devices, save_every_s, hours_between_failures=hours)
+    days = None if estimate.max_steps is None else estimate.max_steps * step_s / goodput / roofline.DAY_S
+    per_day = goodput * roofline.DAY_S / step_s * (estimate.tokens_per_step or 0)
+    written_s = (estimate.checkpoint_bytes or 0) / estimate.num_hosts / SAVE_BYTES_PER_S
+    held_s = (estimate.checkpoint_bytes or 0) / estimate.num_devices / COPY_BYTES_PER_S
+    best_s = roofline.best_save_interval_s(estimate.num_devices, held_s, hours)
+    in_bucket = is_url(config.run_dir)
+    return step | {
+        "save_every_s": save_every_s,
+        "save_s": written_s,
+        "best_save_steps": max(1, round(max(best_s, written_s) / step_s)),
+        "goodput": goodput,
+        "tokens_per_day": per_day,
+        "days": days,
+        "requests": asked_of_bucket(estimate.num_hosts, save_every_s, days) if in_bucket else None,
+        "price": None if options.price is None or days is None else days * 24 * estimate.num_devices * options.price,
+    }
+
+
+def asked_of_bucket(num_hosts: int, save_every_s: float, days: float | None) -> dict[str, float | None]:
+    """Returns how many requests a save, an hour with its saves, and the whole run make; the last is None without an end."""
+    from orchestrator.planning import requests
+
+    hour = requests.of_run(num_hosts, 1.0, 3600.0 / save_every_s)
+    whole = None if days is None else round(sum(hour.times(24 * days)))
+    share = hour.writes / sum(hour)
+    return {"save": sum(requests.of_save(num_hosts)), "hour": round(sum(hour)), "whole_run": whole, "share_of_writes": share}
+
+
+def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Returns the time of a step by the figures of the hardware, with the range of published runs."""
+    from orchestrator.planning import roofline
+
+    within, network = by_distance(config.hosts, estimate, roofline.over_links(found["exchanged"]))
+    work = roofline.Work(
+        flops=estimate.flops_per_step / estimate.num_devices,
+        state_bytes=estimate.state_bytes_per_device or 0,
+        exchanged_bytes=within,
+        network_bytes=network,
+    )
+    step = roofline.step_time(work, device)
+    low, high = device.spread
+    return {
+        "step_s": step.seconds,
+        "step_s_range": [step.seconds * device.reached / high, step.seconds * device.reached / low],
+        # None was published with this project's products of 8 bits.
+        "source": "published runs" if config.training.model.fp8 == "none" else "published runs in bfloat16, not in 8 bits",
+        "bound_by": step.bound_by,
+        "network_bytes": network,
+        "mfu": roofline.utilization(work, device),
+    }
+
+
+def by_distance(hosts: Any, estimate: Any, exchanged: float) -> tuple[float, float]:
+    """Returns the bytes of a step that a device sends (within its slice or machine, to others), of those that the compiler tells
+    as `exchanged`. Of machines with GPUs it is not known which axis goes between them: all do. Of TPUs the compiler tells what
+    goes within a slice alone; between slices goes a device's share of the gradients, in float32."""
+    from orchestrator.planning import roofline
+
+    if hosts.kind == "gpu":
+        return (0.0, exchanged) if estimate.num_hosts > 1 else (exchanged, 0.0)
+    slices = estimate.mesh.get("slice", hosts.slices)
+    if slices == 1 or not estimate.checkpoint_bytes:
+        return exchanged, 0.0
+    share = (estimate.state_bytes_per_device or 0) / estimate.checkpoint_bytes
+    return exchanged, roofline.summed_over_slices(4 * (estimate.parameters or 0) * share, slices)
+
+
+def by_trial(tried: Any) -> dict[str, Any]:
+    """Returns the time of a step as it was measured on this machine: there is no peak of a CPU to compare it with."""
+    span = [tried.fastest_s, tried.slowest_s]
+    return {"step_s": tried.fastest_s, "step_s_range": span, "source": "a trial on this machine", "bound_by": None, "mfu": None}
+
+
+def save_interval_s(checkpoint: Any, step_s: float) -> float:
+    """Returns the time between saves; a day, if only the end saves."""
+    by_steps = [] if checkpoint.save_steps is None else [checkpoint.save_steps * step_s]
+    by_minutes = [] if checkpoint.save_minutes is None else [checkpoint.save_minutes * 60.0]
+    return min([*by_steps, *by_minutes, 86400.0])
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a person reads."""
+    from orchestrator.planning.report import scaled
+
+    where = f" on {found['on']}" if found["on"] else ""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
+    yield f"{found['name']}{where}: {devices} on {hosts}, mesh {mesh}"
+    if found["parameters"]:
+        yield f"parameters       {found['parameters']:,} ({scaled(found['parameters']).strip()})"
+    yield from _memory_lines(found)
+    if found["exchanged"]:
+        kinds = ", ".join(f"{kind} {scaled(size)}B" for kind, size in found["exchanged"].items())
+        yield f"exchanged        {kinds}, by one device in a step"
+    if found.get("network_bytes"):
+        yield f"over a network   {scaled(found['network_bytes'])}B, to other slices or machines"
+    if found["flops_per_step"]:
+        yield f"FLOPs a step     {scaled(found['flops_per_step'])}FLOP, {scaled(found['tokens_per_step'])}tokens"
+    if found["step_s"] is None:
+        yield f"step             not predicted: {found['not_predicted']}"
+        return
+    low, high = found["step_s_range"]
+    reached = "" if found["mfu"] is None else f", MFU {found['mfu']:.0%}, bound by {found['bound_by']}"
+    number, unit = (1e3, "ms") if low < 0.01 else (1, "s")
+    span = f"{number * low:.3g} to {number * high:.3g} by {found['source']}"
+    yield f"step             {number * found['step_s']:.3g} {unit} ({span}){reached}"
+    yield f"tokens           {scaled(found['tokens_per_day']).strip()} a day"
+    yield (
+        f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {_time(found['save_every_s'])}; written in some "
+        f"{_time(found['save_s'])}, beside the steps"
+    )
+    if asked := found["requests"]:
+        whole = "" if asked["whole_run"] is None else f", {scaled(asked['whole_run']).strip()} in the whole run"
+        yield (
+            f"storage          some {asked['save']:,.0f} requests a save, {asked['hour']:,} an hour{whole}; "
+            f"{asked['share_of_writes']:.0%} of them writes and lists"
+        )
+    least = f"checkpoint.save_steps={found['best_save_steps']}"
+    yield f"saves            {least} would lose least at this rate of failures (Young, 1974)"
+    yield f"goodput          {found['goodput']:.1%} expected"
+    if found["days"] is not None:
+        yield f"whole run        {found['max_steps']:,} steps in {_time(found['days'] * 86400.0)}"
+    if found["price"] is not None:
+        yield f"price            {found['price']:,.0f}"
+
+
+def _time(duration_s: float) -> str:
+    """0.31 ms · 12.3 s · 1 h 05 min · 3.5 days."""
+    from trainers.console.text import seconds
+
+    if duration_s < 0.1:
+        return f"{1e3 * duration_s:.3g} ms"
+    return seconds(duration_s) if duration_s < 86400.0 else f"{duration_s / 86400.0:.3g} days"
+
+
+def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    from orchestrator.planning.report import scaled
+
+    memory, limit = found["memory"], found["memory_of_device"]
+    if found["problem"]:
+        yield f"memory           {found['problem']}"
+        yield f"to make it fit   {found['remedy'] or 'none of the usual changes is enough: take more devices'}"
+    if memory:
+        of = f" of {scaled(limit)}B ({memory['peak'] / limit:.0%})" if limit else ""
+        state, rest = memory["arguments"], max(0, memory["peak"] - memory["arguments"])
+        peak = f"{scaled(memory['peak'])}B of a device at the peak{of}"
+        yield f"memory           {peak}: state and batch {scaled(state)}B, the rest {scaled(rest)}B"
+        if memory.get("host"):
+            yield f"  of its host    {scaled(memory['host'])}B, read and written in a step (its time is not in that of a step)"
+    if found.get("remat"):
+        yield f"remat            {found['remat']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
