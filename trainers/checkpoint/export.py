@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ import numpy as np
 
 from gangway.errors import CheckpointError, UsageError
 from gangway.storage import ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
 from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.config.hf_files import CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE, TEMPLATE_FILE
+from trainers.config.hf_files import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE, LABELS_FILE, PREPROCESSOR_FILE, TEMPLATE_FILE
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
@@ -29,13 +32,6 @@ from trainers.models.hf.weights import flat
 
 if TYPE_CHECKING:  # transformers takes a second
     from trainers.text.tokenizers import Tokenizer
-import tempfile
-from collections.abc import Iterable
-
-from gangway.storage.opening import place_of
-from gangway.storage.store import Place
-from trainers.checkpoint import weights
-from trainers.models.hf import peft_in
 
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
@@ -281,7 +277,7 @@ def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) 
         work.mkdir()
         assets.copy_into(work, checkpoint)
         carried.reset_tokenizer(work)
-        (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        (work / ADAPTER_FILE).write_text(json.dumps(about, indent=2) + "\n")
         _write_generation(work, _tokenizer_of(work, meta))
         _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 
@@ -349,7 +345,7 @@ def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool 
             ours.delete(work, ours.ON_THE_WAY)
 
 
-LAST = (CONFIG_FILE, peft_in.CONFIG, mlflow_model.FILE)
+LAST = (CONFIG_FILE, ADAPTER_FILE, mlflow_model.FILE)
 """Put after all else of a folder: without it nobody takes the folder for a model."""
 
 
@@ -357,6 +353,8 @@ def to_bucket(out: str, write: Callable[[Path], None]) -> None:
     """Puts at the URL `out` what `write` makes of a path on this machine: a file, with the folder of its assets, or a folder. The
     machine needs room for it. Raises CheckpointError if there is something already, CheckpointUnavailableError if the storage
     does not take it, and what `write` raises."""
+    from trainers.checkpoint import weights
+
     with weights.reading(out):
         target = place_of(out)
         _check_new(target, beside := _assets_of(target))

@@ -24,6 +24,8 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
 """They describe the model, and how it is to generate."""
+ADAPTER_FILE = "adapter_config.json"
+"""It describes an adapter of the library PEFT."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
 """It describes how images are prepared."""
 LABELS_FILE = "labels.json"

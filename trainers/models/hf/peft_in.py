@@ -12,6 +12,7 @@ import numpy as np
 
 from gangway.errors import UsageError
 from trainers.config import LoraConfig, ModelConfig
+from trainers.config.hf_files import ADAPTER_FILE
 from trainers.models.hf import keys
 from trainers.models.hf.keys import ANY, COUNT, EMPTY, FLAG, NULL, OFF, POSITIVE, SECTION, TEXTS, only, or_null
 from trainers.models.hf.peft import WRAPPER, module_of
@@ -20,8 +21,8 @@ from trainers.models.hf.weights import PREFIXES, Place, Tensors, layer_places, l
 from trainers.models.layers import Layers
 from trainers.models.lora import A, B
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
+WEIGHTS = "adapter_model.safetensors"
+FILES = (ADAPTER_FILE, WEIGHTS)
 OTHER_KINDS = ("layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters")
 OTHER_SECTIONS = (
     "arrow_config",
@@ -65,7 +66,7 @@ def read(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.nda
     UsageError that names all that does not fit, and OSError or ValueError for a damaged file."""
     from safetensors.numpy import load_file
 
-    about, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    about, tensors = json.loads((folder / ADAPTER_FILE).read_text()), load_file(folder / WEIGHTS)
     if problems := [*keys.problems(about, KEYS, "an adapter of PEFT"), *_problems(about, model)]:
         raise UsageError("\n".join(problems))
     adapter = _Adapter(about, tensors, model, lora)

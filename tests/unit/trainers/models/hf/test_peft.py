@@ -17,6 +17,7 @@ from tests import ROOT, fuzz
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face
 from trainers.config import LoraConfig
+from trainers.config.hf_files import ADAPTER_FILE
 from trainers.models import lora
 from trainers.models.decoder import Decoder
 from trainers.models.hf import peft_in
@@ -93,8 +94,8 @@ def test_an_adapter_that_peft_has_no_name_for_is_refused():
 def damaged(folder, change=lambda tensors: None, **about):
     """A copy of the adapter for the Llama whose files were changed."""
     folder.mkdir()
-    theirs = json.loads((DATA / "peft" / "llama3" / peft_in.CONFIG).read_text())
-    (folder / peft_in.CONFIG).write_text(json.dumps(theirs | about))
+    theirs = json.loads((DATA / "peft" / "llama3" / ADAPTER_FILE).read_text())
+    (folder / ADAPTER_FILE).write_text(json.dumps(theirs | about))
     tensors = load_file(DATA / "peft" / "llama3" / peft_in.WEIGHTS)
     change(tensors)
     save_file(tensors, folder / peft_in.WEIGHTS)
@@ -135,7 +136,7 @@ def test_tables_with_new_tokens_give_the_logits_of_peft(case):
     for name, value in written.items():
         of_peft = theirs.get(name.replace(".weight", ".modules_to_save.weight"))
         np.testing.assert_array_equal(value, theirs[name] if of_peft is None else of_peft, err_msg=name)
-    said = json.loads((DATA / "peft" / f"{case}_tokens" / peft_in.CONFIG).read_text())
+    said = json.loads((DATA / "peft" / f"{case}_tokens" / ADAPTER_FILE).read_text())
     assert sorted({name.rpartition(".")[2] for name in said["modules_to_save"]}) == about["modules_to_save"]
     assert said["ensure_weight_tying"] == about.get("ensure_weight_tying", False) == config.tie_embeddings
 
@@ -159,7 +160,7 @@ def test_one_adapter_for_what_lies_in_one_matrix_is_one_for_each(tmp_path):
     a = rng.normal(size=(2, 4, 32)).astype(np.float32)
     name = "base_model.model.model.layers.{}.mlp.gate_up_proj.lora_{}.weight"
     save_file({name.format(n, end): part[n] for n in range(2) for end, part in (("A", a), ("B", b))}, tmp_path / peft_in.WEIGHTS)
-    (tmp_path / peft_in.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    (tmp_path / ADAPTER_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     found = peft_in.read(tmp_path, config, LoraConfig(rank=4, alpha=8, targets=("gate|up",)))
     for ours, rows in (("gate", slice(48)), ("up", slice(48, None))):
         product = found[f"layers.{ours}_lora_a"] @ found[f"layers.{ours}_lora_b"]
@@ -279,7 +280,7 @@ def check_drawn(number, folder):
     """Each adapter is read as PEFT computes it, or refused because a module has another rank or another scale."""
     rng = np.random.default_rng(number)
     config, about, tensors, added, found = drawn_adapter(rng)
-    (folder / peft_in.CONFIG).write_text(json.dumps(about))
+    (folder / ADAPTER_FILE).write_text(json.dumps(about))
     save_file(tensors, folder / peft_in.WEIGHTS)
     rank, alpha = list(found.values())[rng.integers(len(found))]  # as the error would say
     settings = LoraConfig(rank=rank, alpha=alpha, targets=("|".join(sorted({name for name, _ in found})),))
