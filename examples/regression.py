@@ -3,7 +3,7 @@
 import numpy as np
 from flax import nnx
 
-from trainers.library import Training
+from gangway import Training
 
 
 class Net(nnx.Module):

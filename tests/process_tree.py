@@ -22,7 +22,7 @@ OTHERS = "commands"
 KINDS = (
     # The first that is found in a command line says what the process is.
     ("training", ("trainers.worker", "fork_server", "trainers.planning")),
-    ("drivers", ("orchestrator.run", "orchestrator.launch", "gangway run")),
+    ("drivers", ("orchestrator.run", "orchestrator.commands", "gangway run")),
     ("mlflow", ("mlflow", "orchestrator.tracking")),
     ("ray", ("raylet/raylet", "gcs_server", "/ray/dashboard/", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/")),
     ("agents", ("ray::", "default_worker.py")),

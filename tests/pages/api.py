@@ -28,8 +28,8 @@ PARTS = (
     Part(
         "Training from Python",
         (
-            *("trainers.library:Training", "trainers.library:Result", "orchestrator:launch", "orchestrator.library:LaunchError"),
-            *("trainers.settings:read", "trainers.config.arguments:TrainingArguments", "gangway.errors:UsageError"),
+            *("gangway:Training", "gangway:Result", "gangway:launch", "gangway:LaunchError"),
+            *("gangway:read", "gangway:TrainingArguments", "gangway:UsageError"),
         ),
     ),
     Part(

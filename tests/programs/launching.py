@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import orchestrator
+import gangway
 from gangway.errors import UsageError
 from trainers.callbacks import Callback
 from trainers.library import Training
@@ -56,7 +56,7 @@ def training(loss, name):
 
 def refused():
     try:
-        orchestrator.launch(training(mistaken, "mistaken"), hosts=2)
+        gangway.launch(training(mistaken, "mistaken"), hosts=2)
     except UsageError as error:
         print("refused:", error)
 
@@ -65,5 +65,5 @@ if __name__ == "__main__":
     thread = threading.Thread(target=refused)
     thread.start()
     thread.join()
-    result = orchestrator.launch(training(squared_error, "slow"), hosts=1, tracking={"mlflow": False})
+    result = gangway.launch(training(squared_error, "slow"), hosts=1, tracking={"mlflow": False})
     print(result, "slope", float(result.model.slope[...]), "of step", int(result.state.step), "history", len(result.history))

@@ -1,4 +1,4 @@
-"""`orchestrator.launch` as a user calls it: from a program, whose own classes and functions the hosts import."""
+"""`gangway.launch` as a user calls it: from a program, whose own classes and functions the hosts import."""
 
 from __future__ import annotations
 

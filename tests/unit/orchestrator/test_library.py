@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
-import orchestrator
+import gangway
 from gangway.config import importable
 from gangway.errors import UsageError
 from orchestrator import library
@@ -61,10 +61,17 @@ def training(tmp_path, **changes):
 PIECES = {"model", "loss", "data"}
 
 
-def test_the_package_gives_launch_when_it_is_asked_for():
-    assert orchestrator.launch is library.launch
-    with pytest.raises(AttributeError, match="module 'orchestrator' has no attribute 'lunch'"):
-        _ = orchestrator.lunch
+def test_the_package_gives_its_public_names_when_they_are_asked_for():
+    assert gangway.launch is library.launch
+    assert {name for name in gangway.PUBLIC if not hasattr(gangway, name)} == set()
+    assert {*gangway.PUBLIC} <= {*dir(gangway)}
+    with pytest.raises(AttributeError, match="module 'gangway' has no attribute 'lunch'"):
+        _ = gangway.lunch
+
+
+def test_importing_the_package_imports_none_of_what_it_gives():
+    loaded = "import sys, gangway; print(*sorted({name.partition('.')[0] for name in sys.modules} & {'jax', 'ray', 'trainers'}))"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_the_configuration_of_a_launch(tmp_path):
