@@ -7,6 +7,7 @@ names; beside them lie the sections that concern machines (`hosts`, `driver`, `t
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import os
 import typing
@@ -21,7 +22,6 @@ from gangway.config.masking import MASK, masked_keys
 from gangway.config.working_folder import is_copy
 from gangway.config.yaml_source import ConfigError, Origin, Source
 from gangway.storage import documents
-from trainers.config import machines
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.hf_files import BYTES
 from trainers.models.hf import pretrained
@@ -105,7 +105,24 @@ def build(source: Source, sections: Mapping[str, type] | None = None, cross_chec
 
 def schema_of(cls: type[TrainingArguments], sections: Mapping[str, type] | None = None) -> type:
     """Returns one dataclass with all keys that a file may have, so that everything is checked together."""
-    return _schema(typing.cast(Hashable, cls), tuple((sections or machines.KEYS).items()))
+    return _schema(typing.cast(Hashable, cls), tuple((sections or _of_machines()).items()))
+
+
+@cache
+def _of_machines() -> Mapping[str, type]:
+    """Returns the sections that concern machines, with their keys and types alone. What else their classes check is checked where
+    there are machines."""
+    paths = {name: path.split(":") for name, path in ORCHESTRATOR_SECTIONS.items()}
+    return {name: _keys_alone(getattr(importlib.import_module(module), cls)) for name, (module, cls) in paths.items()}
+
+
+def _keys_alone(cls: Any) -> type:
+    hints = typing.get_type_hints(cls)
+    kinds = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+    fields = [
+        (name, _keys_alone(kind) if dataclasses.is_dataclass(kind) else kind, field(default=None)) for name, kind in kinds.items()
+    ]
+    return dataclasses.make_dataclass(cls.__name__, fields, frozen=True, kw_only=True)
 
 
 @cache

@@ -96,7 +96,6 @@ LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")
         "config/frozen",
         "config/hf_files",
         "config/keywords",
-        "config/machines",
         "config/model",
         "config/monitoring",
         "config/pipeline",

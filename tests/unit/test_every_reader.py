@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gangway.config.near_keys import section_of
 from gangway.config.yaml_source import ConfigError
-from orchestrator.config.job import SECTIONS, load
+from orchestrator.config.job import load
 from orchestrator.gangway import COMMANDS as COMMANDS_OF_GANGWAY
 from trainers import settings
-from trainers.config import machines
 from trainers.config.arguments import TrainingArguments
 
 STEPS = "max_num_steps: 5\n"
@@ -314,16 +311,3 @@ def test_secrets_of_sections_that_are_not_used_are_not_asked_for():
     assert settings.read(path).name == "config"
     with pytest.raises(ConfigError, match=r"line 2: hosts\.env\.KEY: masked(.|\n)*line 3: tracking\.uri: masked"):
         load(path)
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_the_keys_of_machines_are_those_of_their_classes(name):
-    assert keys_of(machines.KEYS[name]) == keys_of(SECTIONS[name])
-    assert machines.KEYS.keys() == SECTIONS.keys()
-
-
-def keys_of(section: type) -> list[tuple[str, Any]]:
-    """The keys of a section in their order, each with its type, or with the keys of the section in it."""
-    hints = typing.get_type_hints(section)
-    names = [item.name for item in dataclasses.fields(section)]
-    return [(key, keys_of(inner) if (inner := section_of(hints[key])) else hints[key]) for key in names]

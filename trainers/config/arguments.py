@@ -51,8 +51,14 @@ from trainers.config.pipeline import problems as problems_of_pipeline
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
-ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking", "notify")
-"""Top-level keys of a configuration file that concern machines; `python -m trainers.run` ignores them."""
+ORCHESTRATOR_SECTIONS = {
+    "hosts": "cluster.hosts.config:HostsConfig",
+    "driver": "orchestrator.config.job:DriverConfig",
+    "tracking": "orchestrator.tracking.config:TrackingConfig",
+    "notify": "orchestrator.policies.notices:NotifyConfig",
+}
+"""The sections of a configuration file that concern machines, and their classes. The commands of `trainers` use none of them, and
+still refuse a wrong key."""
 PLACE = ("name", "storage")
 """Settings that say where a run is, and not what it does."""
 
