@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gangway.first_line import say
 from gangway.program import Parser
@@ -187,12 +187,11 @@ def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, opt
 
 def asked_of_bucket(num_hosts: int, save_every_s: float, days: float | None) -> dict[str, float | None]:
     """Returns how many requests a save, an hour with its saves, and the whole run make; the last is None without an end."""
-    from orchestrator.planning import requests
 
-    hour = requests.of_run(num_hosts, 1.0, 3600.0 / save_every_s)
+    hour = requests_of_run(num_hosts, 1.0, 3600.0 / save_every_s)
     whole = None if days is None else round(sum(hour.times(24 * days)))
     share = hour.writes / sum(hour)
-    return {"save": sum(requests.of_save(num_hosts)), "hour": round(sum(hour)), "whole_run": whole, "share_of_writes": share}
+    return {"save": sum(requests_of_save(num_hosts)), "hour": round(sum(hour)), "whole_run": whole, "share_of_writes": share}
 
 
 def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any) -> dict[str, Any]:
@@ -318,6 +317,37 @@ def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  of its host    {scaled(memory['host'])}B, read and written in a step (its time is not in that of a step)"
     if found.get("remat"):
         yield f"remat            {found['remat']}"
+
+
+class Requests(NamedTuple):
+    """Requests to a bucket: clouds take money for each. Counted on emulators, with one and two hosts (`docs/storage.md`). Their
+    number depends neither on the size of the arrays nor on how many there are."""
+
+    writes: float
+    """Writes and lists, for which clouds take most."""
+    reads: float
+
+    def __add__(self, other: Requests) -> Requests:  # type: ignore[override]
+        return Requests(self.writes + other.writes, self.reads + other.reads)
+
+    def times(self, number: float) -> Requests:
+        return Requests(self.writes * number, self.reads * number)
+
+
+SAVE = Requests(15, 20)
+"""Of one checkpoint, and of the removal of an old one, whatever the number of hosts."""
+SAVE_OF_HOST = Requests(11, 14)
+"""Of one checkpoint, by each host."""
+HOUR = Requests(3950, 4300)
+"""Of an hour without saves: lease, progress, metrics, events and logs."""
+
+
+def requests_of_save(num_hosts: int) -> Requests:
+    return SAVE + SAVE_OF_HOST.times(num_hosts)
+
+
+def requests_of_run(num_hosts: int, hours: float, saves: float) -> Requests:
+    return HOUR.times(hours) + requests_of_save(num_hosts).times(saves)
 
 
 if __name__ == "__main__":

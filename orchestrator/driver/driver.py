@@ -41,7 +41,6 @@ from orchestrator.driver.membership import Change, Membership, NoHosts
 from orchestrator.driver.poller import Poller
 from orchestrator.driver.precompile import Precompilations
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.state import DriverState
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.time_limit import TimeLimit
 from orchestrator.failures.classify import Failure, FailureKind, explain_missing_code
@@ -50,6 +49,7 @@ from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
 from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state import replay
+from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment

@@ -40,9 +40,9 @@ from gangway.wire.limits import PHASES
 from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.state import DriverState
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.reporting.board import BoardLike
+from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.progress import Progress

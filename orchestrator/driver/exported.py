@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from gangway.wire.events import Heartbeat
 from gangway.wire.limits import PHASES
-from orchestrator.driver.state import DriverState
+from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from orchestrator.tracking.prometheus import Gauges

@@ -15,7 +15,7 @@ from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.report.child import write_report
 from orchestrator.reporting.board import BoardLike
-from orchestrator.reporting.console_log import LoggedBoard
+from orchestrator.reporting.console import LoggedBoard
 from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch

@@ -11,9 +11,9 @@ from orchestrator.driver.ending import StoppedOnRequest
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Membership
-from orchestrator.driver.state import DriverState
 from orchestrator.policies import elasticity
 from orchestrator.reporting.board import BoardLike
+from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
 

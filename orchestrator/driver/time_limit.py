@@ -13,7 +13,7 @@ from orchestrator.config.job import JobConfig
 from orchestrator.driver.ending import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.state import DriverState
+from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.launch import Launch
 
 ASK_AGAIN_S = 10.0

@@ -22,7 +22,7 @@ CHECKED = {
     "orchestrator/run_state/fresh.py": ASKS,
     "orchestrator/run_state/launch.py": ASKS,
     "orchestrator/run_state/lease.py": A_NAME,
-    "orchestrator/run_state/mirror.py": ON_THIS_MACHINE,
+    "orchestrator/report/child.py": ON_THIS_MACHINE,
     "orchestrator/run_state/versions.py": ASKS,
     "orchestrator/tracking/config.py": ON_THIS_MACHINE,
     "orchestrator/tracking/of_bucket.py": ON_THIS_MACHINE,

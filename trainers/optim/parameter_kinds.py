@@ -1,6 +1,6 @@
 """What the arrays of a model are to an optimizer: which of their dimensions are those of one parameter, and which are matrices.
 
-The model says it, by its variables (`trainers.step.parameter_kinds`), and never the name of an attribute.
+The model says it, by its variables (`trainers.step.state`), and never the name of an attribute.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from trainers.config.arguments import TrainingArguments, dataset_function, from_
 from trainers.config.monitoring import BUILT_IN
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
-from trainers.evaluation import score_metrics
+from trainers.evaluation import score
 from trainers.evaluation.exact_match import questions
 from trainers.evaluation.validation import lacks_data
 from trainers.loop import start_from
@@ -431,10 +431,10 @@ def check(problems: list[str], arguments: TrainingArguments, *, has_held_out: bo
 def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
     """Adds to `problems` what is wrong with the metrics of validation units: with those of predictions, and with the score. After
     `configure_model`."""
-    for name, unit in score_metrics.units_of(trainer).items():
-        of_loss = score_metrics.of_loss(trainer, unit)
-        attempt(problems, f"evaluation.units.{name}", functools.partial(score_metrics.of_outputs, trainer, name, unit, of_loss))
-    attempt(problems, "evaluation.score", functools.partial(score_metrics.check, trainer))
+    for name, unit in score.units_of(trainer).items():
+        of_loss = score.of_loss(trainer, unit)
+        attempt(problems, f"evaluation.units.{name}", functools.partial(score.of_outputs, trainer, name, unit, of_loss))
+    attempt(problems, "evaluation.score", functools.partial(score.check, trainer))
 
 
 if __name__ == "__main__":

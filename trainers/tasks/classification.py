@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import check_leaves
-from trainers.tasks.scoring import ScoringTask
+from trainers.tasks.scoring import ScoringDecoder, ScoringTask
 from trainers.tasks.segments import by_row
 
 

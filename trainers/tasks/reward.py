@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import check_leaves
 from trainers.tasks.completions import metrics_of_rewards
-from trainers.tasks.scoring import ScoringTask
+from trainers.tasks.scoring import ScoringDecoder, ScoringTask
 from trainers.tasks.segments import by_row
 
 

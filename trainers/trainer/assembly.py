@@ -21,7 +21,7 @@ from trainers.checkpoint.manager import manager_of
 from trainers.config.frozen import BASE
 from trainers.config.model import AUTO, TO_HOST
 from trainers.data.iterated_loader import IteratedLoader
-from trainers.evaluation import score_metrics
+from trainers.evaluation import score
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.validation import ValidationUnit
 from trainers.loop.frozen import FrozenWeights, Source
@@ -125,7 +125,7 @@ class Assembly:
         self.design.prepare(is_own=self._replaces("configure_model"))
         _ = self.design.loss_layout, self.validation.datasets
         # Once: each evaluation comes here, and the check asks for a user's metrics.
-        score_metrics.check(self._trainer)
+        score.check(self._trainer)
         self._is_prepared = True
 
     # ------------------------------------------------------------------ devices

@@ -36,7 +36,7 @@ from trainers.data.loader import RandomAccess
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
 from trainers.diagnostics import memory
-from trainers.evaluation import score_metrics
+from trainers.evaluation import score
 from trainers.evaluation.exact_match import ExactMatch
 from trainers.evaluation.validation import ValidationUnit
 from trainers.loop import init_from
@@ -133,7 +133,7 @@ class BaseTrainer:
         if dataset_eval is not None:
             self.dataset_eval = collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
         if self.names_are_final and dataset_train is not None:
-            score_metrics.check_when_built(self)
+            score.check_when_built(self)
 
     # ------------------------------------------------------------------ what a program calls
 

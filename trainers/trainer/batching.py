@@ -15,8 +15,7 @@ from gangway.errors import UsageError
 from trainers import runtime
 from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, preprocessed, stack
 from trainers.data.iterated_loader import IteratedLoader, as_loader, first_rows
-from trainers.data.loader import RandomAccess, StepAddressedLoader
-from trainers.data.reading import Reader
+from trainers.data.loader import RandomAccess, Reader, StepAddressedLoader
 from trainers.loop.hooks import overrides
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
 from trainers.overrides import check_hooks

@@ -11,7 +11,7 @@ from cluster.hosts.config import HostsConfig
 from orchestrator.commands import compile as compiling
 from orchestrator.commands import plan
 from orchestrator.config.job import ConfigError, load
-from orchestrator.planning import hardware, requests, trial
+from orchestrator.planning import hardware, trial
 from orchestrator.planning.hardware import DEVICES
 from tests import ROOT
 
@@ -157,8 +157,8 @@ def test_a_run_in_a_bucket_makes_requests_by_the_hour_and_by_the_save(monkeypatc
         asked[steps] = found["requests"]
         assert found["requests"]["whole_run"] == pytest.approx(found["days"] * 24 * found["requests"]["hour"], rel=0.01)
     assert asked[10]["hour"] - asked[20]["hour"] == 360 * asked[10]["save"]
-    assert asked[10]["save"] == sum(requests.of_save(2))
-    assert requests.of_save(3).writes > requests.of_save(2).writes
+    assert asked[10]["save"] == sum(plan.requests_of_save(2))
+    assert plan.requests_of_save(3).writes > plan.requests_of_save(2).writes
 
 
 def test_a_step_that_cannot_be_tried_says_why(tmp_path):

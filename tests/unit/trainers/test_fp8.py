@@ -26,10 +26,10 @@ from trainers.config import ModelConfig
 from trainers.metrics import peak_flops
 from trainers.models.decoder import Decoder, multiplies_in_fp8
 from trainers.models.hf.pretrained import decoder_in
-from trainers.models.scoring import ScoringDecoder
 from trainers.parallel.mesh import make_mesh
 from trainers.planning import estimate, program
 from trainers.tasks.preference import PreferenceTask
+from trainers.tasks.scoring import ScoringDecoder
 from trainers.trainer.training_run import peaks
 
 __all__ = ["texts"]

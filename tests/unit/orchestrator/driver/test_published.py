@@ -6,10 +6,9 @@ import pytest
 
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.state import DriverState
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.reporting.board import Board
-from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.goodput import DriverState, Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics.host_usage import CPU, MEMORY

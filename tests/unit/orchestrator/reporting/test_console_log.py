@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from orchestrator.reporting.board import Board
-from orchestrator.reporting.console_log import LoggedBoard
+from orchestrator.reporting.console import LoggedBoard
 
 RUN = {"ev": "run", "name": "mine", "hosts": 2, "devices": 2, "parameters": 10, "tokens_per_step": 4, "max_steps": 9}
 

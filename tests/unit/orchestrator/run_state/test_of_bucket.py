@@ -12,7 +12,8 @@ from gangway.storage import documents, identity, object_store, opening
 from gangway.storage.documents import DocumentKind
 from gangway.storage.opening import place_of
 from orchestrator.driver import halt
-from orchestrator.run_state import lines, mirror, requests
+from orchestrator.report import child
+from orchestrator.run_state import lines, requests
 from orchestrator.run_state.launch import open_launch
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.tracking import of_bucket
@@ -199,7 +200,7 @@ def test_a_copy_of_a_run_has_the_form_of_one_on_a_disk(run, tmp_path):
     RunFolder(run).append("timeline.jsonl", "2\n")
     for name in ("launch.json", "checkpoints/8-1_0_00000000/meta.json", "row/00000001.json", "previews/8.json"):
         place_of(f"{run}/{name}").put(b"{}")
-    mirror.fetch(run, tmp_path / "copy")
+    child.fetch_from_bucket(run, tmp_path / "copy")
     found = sorted(str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*") if path.is_file())
     assert found == ["launch.json", "previews/8.json", "timeline.jsonl", "tracking/metrics.jsonl"]
     assert (tmp_path / "copy" / "timeline.jsonl").read_text() == "1\n2\n"

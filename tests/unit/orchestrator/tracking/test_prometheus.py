@@ -9,8 +9,7 @@ import pytest
 
 from gangway.wire.limits import PHASES
 from orchestrator.driver import exported
-from orchestrator.driver.state import DriverState
-from orchestrator.run_state.goodput import CATEGORIES, Goodput
+from orchestrator.run_state.goodput import CATEGORIES, DriverState, Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from tests import ROOT

@@ -8,7 +8,7 @@ from gangway.errors import CheckpointUnavailableError
 from gangway.storage import opening, usage
 from gangway.storage.object_store import Limits
 from gangway.storage.opening import place_of
-from orchestrator.planning import requests
+from orchestrator.commands import plan
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing, weights
@@ -53,7 +53,7 @@ def test_every_request_of_a_save_and_a_restore_is_counted_orbax_own_too(folder, 
     both = of_proxy(bucket), usage.HERE.take()
     for asked, counted in (one, both):
         assert {kind: counted.get(kind, 0) for kind in asked} == pytest.approx(asked, abs=2)
-    planned, counted = requests.of_save(1), one[1]
+    planned, counted = plan.requests_of_save(1), one[1]
     assert counted["put"] + counted["list"] == pytest.approx(planned.writes, rel=0.3)
     assert counted["get"] + counted["head"] == pytest.approx(planned.reads, rel=0.3)
     assert counted["bytes_out"] > manifest.read(layout.at(place_of(folder), 8)).num_bytes / 2

@@ -9,7 +9,7 @@ from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, arguments, of
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
-from trainers.data.reading import Reader
+from trainers.data.loader import Reader
 from trainers.data.sources.conversations import conversations
 
 DATA = {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers", "retry_backoff_s": 0.0}

@@ -20,9 +20,8 @@ from trainers.config.attention import Choice, Needs, choose, problems
 from trainers.config.mesh import batch_axes
 from trainers.models import attention_kernels
 from trainers.models.attention import attend, causal_mask
-from trainers.models.attention_kernels import blockwise
+from trainers.models.attention_kernels import blockwise, splash
 from trainers.models.decoder import Decoder
-from trainers.models.splash import splash
 from trainers.parallel.mesh import make_mesh, tracing_for
 from trainers.runtime.executables import lowered
 

@@ -15,8 +15,7 @@ from trainers.config import ModelConfig
 from trainers.models.adapters import from_functions, from_linen
 from trainers.models.created import noting_shapes
 from trainers.models.decoder import Decoder
-from trainers.step.parameter_kinds import kinds_of
-from trainers.step.state import logical_axes
+from trainers.step.state import kinds_of, logical_axes
 
 WIDTH = 4
 HERE = "tests.unit.trainers.step.test_parameter_kinds:"

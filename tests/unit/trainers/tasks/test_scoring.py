@@ -17,10 +17,10 @@ from trainers.base import BaseTrainer
 from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import preference_pairs
-from trainers.models.scoring import ScoringDecoder
 from trainers.step import rng
 from trainers.tasks.classification import ClassificationTask
 from trainers.tasks.reward import RewardTask
+from trainers.tasks.scoring import ScoringDecoder
 
 LLAMA = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
 MODEL = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
