@@ -1,4 +1,5 @@
-"""What `gangway completion` writes, read by the shells themselves. A shell that is not installed is left out."""
+"""What `gangway completion` writes, read by the shells themselves. A shell that is not installed is left out.
+Outside of its line editor zsh has no completion: what it reads is that of the library alone."""
 
 import shutil
 import subprocess
@@ -9,13 +10,11 @@ import pytest
 from tests import ROOT
 
 ASK = {
-    "bash": 'source {file}; COMP_WORDS=({words} {last!r}); COMP_CWORD={count}; _gangway; printf "%s\\n" "${{COMPREPLY[@]}}"',
-    # Outside of its line editor, zsh has no completion: what the function would offer is printed.
-    "zsh": "compdef() {{ :; }}; _files() {{ :; }}; compadd() {{ print -l -- $@; }}; _describe() {{ print -l -- ${{(P)@[-1]}}; }};"
-    " source {file}; words=({words} {last!r}); CURRENT={count}+1; _gangway",
+    "bash": "source {file}; COMP_WORDS=({words} {last!r}); COMP_CWORD={count}; _shtab_gangway; "
+    'printf "%s\\n" "${{COMPREPLY[@]}}"',
     "fish": "source {file}; complete -C '{words} {last}'",
 }
-FIRST = {"bash": str.strip, "zsh": lambda line: line.partition(":")[0], "fish": lambda line: line.partition("\t")[0]}
+FIRST = {"bash": str.strip, "fish": lambda line: line.partition("\t")[0]}
 """The word of a line that a shell has printed."""
 
 
@@ -30,7 +29,7 @@ def offered(request, tmp_path_factory):
 
     def ask(words: str, last: str) -> set[str]:
         asked = ASK[shell].format(file=file, words=words, last=last, count=len(words.split()))
-        command = [shell, *(["-f"] if shell == "zsh" else ["--no-config"] if shell == "fish" else ["--norc"]), "-c", asked]
+        command = [shell, "--no-config" if shell == "fish" else "--norc", "-c", asked]
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=file.parent)
         assert done.stderr == ""
         return {FIRST[shell](line) for line in done.stdout.splitlines()}
