@@ -40,8 +40,8 @@ COMPLETE = {"bash": KEYS, "zsh": KEYS, "fish": f"({KEYS})"}
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("orchestrator.commands.completion", __doc__, example="bash > gangway.bash")
     options.add_argument("shell", choices=tuple(COMPLETE))
-    shell = options.parse_args(argv).shell
-    print(shtab.complete(whole(), shell=shell, preamble=preamble(" ".join(f"{key}=" for key in keys()))))
+    shell: Any = options.parse_args(argv).shell
+    print(shtab.complete(whole(), shell=shell, preamble=preamble(" ".join(f"{key}=" for key in keys()))[shell]))
     return 0
 
 
