@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gangway import TrainingArguments
 from gangway.config.section import Section, require
-from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Loss
 from trainers.tasks.causal_lm import CausalLMTask
 

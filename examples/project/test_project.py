@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from data import points, spirals
 
+from gangway import read
 from trainers.base import BaseTrainer
-from trainers.settings import read
 
 CONFIG = Path(__file__).with_name("config.yaml")
 
