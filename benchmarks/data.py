@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 
 from trainers.config import DataConfig, ModelConfig  # noqa: E402
 from trainers.config.arguments import TrainingArguments  # noqa: E402
-from trainers.config.source import SourceConfig  # noqa: E402
+from trainers.config.data import SourceConfig  # noqa: E402
 from trainers.data import bpe, kept, preparing  # noqa: E402
 from trainers.data.sources.records import open_records  # noqa: E402
 

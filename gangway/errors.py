@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gangway import foreign_errors
+from gangway.config.importable import of_a_copy
 from gangway.config.section import did_you_mean
-from gangway.config.working_folder import of_a_copy
 from gangway.wire.events import FailureKind
 
 

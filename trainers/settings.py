@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from gangway.config import conversion, yaml_source
+from gangway.config.importable import is_copy
 from gangway.config.masking import MASK, masked_keys
-from gangway.config.working_folder import is_copy
 from gangway.config.yaml_source import ConfigError, Origin, Source
 from gangway.storage import documents
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.config.importable import of_a_copy
 from gangway.config.masking import MASK, masked
 from gangway.config.section import did_you_mean
-from gangway.config.working_folder import of_a_copy
 from gangway.text import shortened
 
 if TYPE_CHECKING:

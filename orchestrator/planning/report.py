@@ -16,7 +16,7 @@ from cluster.hosts import config as hosts_config
 from gangway.wire.console import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.planning.child import Child
-from trainers.config import pipeline
+from trainers.config import mesh
 from trainers.config.attention import choose, choose_exchange
 from trainers.config.mesh import CONTEXT, PIPELINE, num_replicas
 from trainers.config.model import AUTO, CHOICES
@@ -229,13 +229,13 @@ def _device_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
 
 
 def _stages(config: JobConfig, report: PlanReport, stages: int) -> str:
-    rows = pipeline.rows_of_pipeline(report.mesh, config.training.micro_batch_size)
-    count = pipeline.microbatches(stages, rows, config.training.pipeline.microbatches)
+    rows = mesh.rows_of_pipeline(report.mesh, config.training.micro_batch_size)
+    count = mesh.microbatches(stages, rows, config.training.pipeline.microbatches)
     each, repeats = (report.num_layers or 0) // stages, config.training.pipeline.num_repeats
     groups = "" if repeats == 1 else f", in {repeats} groups (pipeline.repeats)"
     return (
         f"{each} layers in each of {stages}{groups}; {count} micro-batches of {rows // count} (pipeline.microbatches); a stage "
-        f"rests for {pipeline.resting(stages, count, repeats):.0%} of a step"
+        f"rests for {mesh.resting(stages, count, repeats):.0%} of a step"
     )
 
 

@@ -15,7 +15,7 @@ from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.standing import Folder
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.source import RULES_OF_RECORDS
+from trainers.config.data import RULES_OF_RECORDS
 
 HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
 """What a changed setting does to the training: nothing; nothing but rounding; it is no longer the same experiment."""

@@ -24,7 +24,7 @@ from gangway.first_line import say
 from gangway.program import parser as command_parser
 from gangway.storage.documents import is_url
 from gangway.terminal import command
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.console.progress import progress_on
 
 if TYPE_CHECKING:  # the first line is there before it is imported

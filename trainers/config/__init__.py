@@ -4,12 +4,11 @@ from trainers.config.checkpoint import CheckpointConfig
 from trainers.config.data import DataConfig
 from trainers.config.evaluation import EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
 from trainers.config.frozen import FrozenConfig, LoraConfig
-from trainers.config.loss import LossConfig
 from trainers.config.mesh import MeshConfig
 from trainers.config.model import ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
-from trainers.config.tasks import ClassificationConfig, DistillationConfig, PreferenceConfig
+from trainers.config.tasks import ClassificationConfig, DistillationConfig, LossConfig, PreferenceConfig
 from trainers.config.vision import VisionConfig
 from trainers.config.weights import InitConfig
 

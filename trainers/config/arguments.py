@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from gangway.config import importable
 from gangway.config.conversion import convert_sections, from_dict
+from gangway.config.importable import of_a_copy
 from gangway.config.masking import masked
 from gangway.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
-from gangway.config.working_folder import of_a_copy
 from trainers.config import (
     AnomalyConfig,
     CheckpointConfig,
@@ -43,11 +43,10 @@ from trainers.config import (
     mesh,
 )
 from trainers.config.frozen import BASE
-from trainers.config.mesh import CONTEXT, batch_axes, num_replicas
+from trainers.config.mesh import CONTEXT, PipelineConfig, batch_axes, num_replicas
 from trainers.config.mesh import context_problems as problems_of_context
+from trainers.config.mesh import pipeline_problems as problems_of_pipeline
 from trainers.config.monitoring import recorder_problems
-from trainers.config.pipeline import PipelineConfig
-from trainers.config.pipeline import problems as problems_of_pipeline
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gangway.config.importable import is_installed
 from gangway.config.section import PATH, Section, did_you_mean, repeated, require, require_none, too_small
-from gangway.config.working_folder import is_installed
 
 
 @dataclass(frozen=True, kw_only=True)

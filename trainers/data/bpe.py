@@ -13,7 +13,7 @@ from typing import Any
 
 from gangway.errors import DataError, UsageError
 from gangway.storage import durable, json_text, ours
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import open_records

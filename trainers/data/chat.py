@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gangway.errors import DataError, UsageError
-from trainers.config.source import RULES_OF_RECORDS
+from trainers.config.data import RULES_OF_RECORDS
 from trainers.data.documents import Document, Record, check_all_read
 from trainers.data.messages import Chat, chat_of, leave_out, prompt_and_completion
 from trainers.data.tool_calls import with_arguments

@@ -10,8 +10,8 @@ import numpy as np
 from gangway.config.section import did_you_mean
 from gangway.errors import DataError, UsageError
 from trainers.config.arguments import TrainingArguments
+from trainers.config.data import SourceConfig
 from trainers.config.hf_files import BYTES
-from trainers.config.source import SourceConfig
 from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder, digest_of
 from trainers.data.documents import TEXT, Document, Encoder, Record, check_all_read
 from trainers.data.sources.records import ignored_of

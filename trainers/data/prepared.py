@@ -18,7 +18,7 @@ import numpy as np
 
 from gangway.errors import DataError, DataMissingError, DataUnavailableError
 from gangway.storage import durable, json_text
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Document
 from trainers.data.sources.files import PREPARED

@@ -27,7 +27,7 @@ from gangway.errors import DataError, DataMissingError, TransientError
 from gangway.storage import durable, json_text, ours
 from gangway.storage.documents import is_url
 from trainers.config.arguments import TrainingArguments
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.console.progress import Progress
 from trainers.data import kept, prepared
 from trainers.data.documents import Encoder, notes_of

@@ -21,8 +21,8 @@ import numpy as np
 from gangway.errors import DataError, UsageError
 from trainers.config import PreviewConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.data import SourceConfig
 from trainers.config.evaluation import PLACE, ExactMatchConfig
-from trainers.config.source import SourceConfig
 from trainers.data.chat import COMPLETION, PROMPT, completed, with_template
 from trainers.data.documents import Record, Records
 from trainers.data.messages import value_of

@@ -15,8 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-from trainers.config.mesh import CONTEXT, PIPELINE, SLICE, TENSOR, batch_axes, num_replicas, stage_axes
-from trainers.config.pipeline import PipelineConfig
+from trainers.config.mesh import CONTEXT, PIPELINE, SLICE, TENSOR, PipelineConfig, batch_axes, num_replicas, stage_axes
 
 LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": TENSOR,

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.config.mesh import CONTEXT, PIPELINE, num_replicas, stage_axes
-from trainers.config.pipeline import microbatches, num_turns
+from trainers.config.mesh import CONTEXT, PIPELINE, microbatches, num_replicas, num_turns, stage_axes
 from trainers.parallel.mesh import asked_pipeline, traced_for, within_stage
 
 Stage = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]

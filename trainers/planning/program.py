@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from gangway.config.working_folder import is_installed
+from gangway.config.importable import is_installed
 from gangway.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from gangway.surroundings import end_with_parent
 from trainers.config.arguments import TrainingArguments, from_dict, load_object

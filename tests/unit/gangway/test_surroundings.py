@@ -16,7 +16,7 @@ import pytest
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.process_env import process_env
 from gangway import surroundings
-from gangway.config.working_folder import is_installed, of_a_copy
+from gangway.config.importable import is_installed, of_a_copy
 from gangway.errors import CheckpointMissingError, DataMissingError, code_missing
 from gangway.surroundings import allow_for_forced_devices, ensure_home, keep_freed_memory
 from orchestrator.config.job import ConfigError, load

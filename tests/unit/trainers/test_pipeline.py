@@ -25,7 +25,7 @@ from tests.unit.trainers.test_context import (
 )
 from tests.unit.training import OneDevice, arguments, assert_equal, of, trainer
 from trainers.config import MeshConfig, ModelConfig
-from trainers.config.pipeline import PipelineConfig
+from trainers.config.mesh import PipelineConfig
 from trainers.models import remat
 from trainers.models.decoder import Decoder
 from trainers.parallel import mesh as meshes

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gangway.errors import DataError, DataMissingError
 from gangway.storage.documents import is_url
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.sources.access import reading, remote, stamp, unreadable
 
 PYTHON_STDLIB = "python-stdlib"

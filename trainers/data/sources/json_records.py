@@ -9,7 +9,7 @@ from typing import Any
 
 from gangway.config.section import repeated
 from gangway.errors import DataError
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.documents import Record
 from trainers.data.sources.access import reading
 from trainers.data.sources.bounds import BOM

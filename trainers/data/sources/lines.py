@@ -18,7 +18,7 @@ from gangway.config.section import repeated
 from gangway.errors import DataError
 from gangway.storage import durable, json_text, ours
 from gangway.storage.documents import is_url
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
 from trainers.data.sources import bounds

@@ -13,7 +13,7 @@ from gangway.errors import DataError, DataMissingError, TransientError, UsageErr
 from trainers import runtime
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.source import MixtureSource, SourceConfig
+from trainers.config.data import MixtureSource, SourceConfig
 from trainers.data import preparing
 from trainers.data.documents import Documents
 from trainers.data.mixture import Mixture, Share

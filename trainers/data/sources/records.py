@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gangway.errors import DataError, DataMissingError
 from trainers.config import DataConfig
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import Listing, SourceFile, files_of, listing

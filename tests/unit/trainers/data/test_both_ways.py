@@ -13,7 +13,7 @@ from pyarrow import ipc, parquet
 from tests.unit import chat_folders
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.source import MixtureSource
+from trainers.config.data import MixtureSource
 from trainers.data import preparing
 from trainers.data.encoders import encoder_of
 from trainers.data.preparing import Source, make

@@ -15,7 +15,7 @@ from trainers.base import BaseTrainer
 from trainers.commands import prepare
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.config.source import MixtureSource
+from trainers.config.data import MixtureSource
 from trainers.data.sources.text import Windows, text_windows
 from trainers.planning.estimate import plan
 from trainers.settings import read

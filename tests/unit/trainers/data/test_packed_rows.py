@@ -15,7 +15,7 @@ from gangway.errors import DataError, DataMissingError
 from tests.programs.packed import InMemory
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.source import MixtureSource
+from trainers.config.data import MixtureSource
 from trainers.data.documents import Document
 from trainers.data.packed_rows import split
 from trainers.data.sources.packed import rows_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gangway.errors import DataError
 from tests import fuzz
 from tests.unit import chat_folders
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.chat import ChatEncoder
 from trainers.data.sources.records import open_records
 from trainers.text.tokenizers import FolderTokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from gangway.errors import DataError
 from tests.unit import chat_folders
-from trainers.config.source import SourceConfig
+from trainers.config.data import SourceConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
 from trainers.data.sources.records import open_records
