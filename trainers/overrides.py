@@ -144,11 +144,14 @@ def _owner(cls: type, name: str) -> type:
 
 def _remedy(name: str, value: Any, hooks: list[str], elsewhere: Mapping[str, str]) -> str:
     """Returns what to do instead of defining this member; empty if it is a helper."""
+    if not _is_method(value):
+        return ""
     if name in elsewhere:
         return f"{elsewhere[name]} {OTHERWISE}"
-    known = elsewhere if name.startswith("_") else [*hooks, *elsewhere]
-    near = did_you_mean(name, known, cutoff=NEAR_OF_HELPER if name.startswith("_") else NEAR)
-    if not near or not _is_method(value):
+    private = name.startswith("_")
+    known = [other for other in (*hooks, *elsewhere) if other.startswith("_") == private]
+    near = did_you_mean(name, known, cutoff=NEAR_OF_HELPER if private else NEAR)
+    if not near:
         return ""
     meant = near.removeprefix("; did you mean ").removesuffix("?")
     also = f" {meant}: {elsewhere[meant]}" if meant in elsewhere else ""
@@ -245,7 +248,7 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
 
 
 def _is_method(value: Any) -> bool:
-    return (callable(value) and not isinstance(value, type)) or isinstance(value, (*PROPERTIES, classmethod, staticmethod))
+    return (callable(value) and not isinstance(value, type)) or isinstance(value, (*PROPERTIES, classmethod, staticmethod, functools.partialmethod))
 
 
 def _is_ours(base: type) -> bool:

@@ -12,9 +12,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from gangway.config import near_keys
@@ -61,7 +62,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     what the checks of the sections find."""
     value, problems = check(cls, Source(cls.__name__, dict(data)))
     if problems or value is None:
-        raise ValueError("\n".join(_lines(problems)))
+        raise ValueError("\n".join(chain.from_iterable(problems.values())))
     return value
 
 
@@ -78,7 +79,7 @@ def convert_sections(config: Any) -> Iterator[str]:
             made = conversion.value(hints[item.name], data[item.name], path) if data else default_of(item)
         except _WrongError:
             made = default_of(item)
-        yield from _lines(conversion.problems)
+        yield from chain.from_iterable(conversion.problems.values())
         object.__setattr__(config, item.name, made)  # it is frozen from now on
 
 
@@ -191,7 +192,7 @@ class _Conversion:
                 continue
             with suppress(_WrongError):
                 values[key] = self.value(hints[key], item, (*path, key))
-        needed = {name for name, item in fields.items() if not _hasdefault_of(item)}
+        needed = {name for name, item in fields.items() if not _has_default(item)}
         for name in (name for name in fields if name in needed - data.keys()):
             self._add((*path, name), "missing; it has no default")
         if needed - values.keys():
@@ -370,20 +371,12 @@ def _kind(value: Any) -> str:
     return "a section" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "text"
 
 
-def _lines(problems: Problems) -> list[str]:
-    return [text for texts in problems.values() for text in texts]
-
-
 # ---------------------------------------------------------------------- the classes
 
 
-def hints_of(cls: type) -> dict[str, Any]:
-    """Returns the types of the fields of a dataclass, by their names."""
-    return _hints(typing.cast(Hashable, cls))
-
-
 @cache
-def _hints(cls: Hashable) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Returns the types of the fields of a dataclass, by their names."""
     return typing.get_type_hints(cls)
 
 
@@ -391,5 +384,5 @@ def _names_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) or any(_names_section(arm) for arm in typing.get_args(hint))
 
 
-def _hasdefault_of(item: dataclasses.Field[Any]) -> bool:
+def _has_default(item: dataclasses.Field[Any]) -> bool:
     return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING

@@ -372,7 +372,7 @@ def test_orders_that_an_agent_does_not_understand_are_a_failure_of_the_generatio
     told = event(agent, "exception")
     assert (told["type"], told.get("generation")) == ("OrderError", orders.get("generation"))
     assert agent.take_over(0)["orders"] is None
-    with pytest.raises(OrderError, match="cmd is missing"):
+    with pytest.raises(OrderError, match="expected an object with `cmd`"):
         agent.order({"reason": "requested"})
     with pytest.raises(OrderError, match="id is missing"):
         agent.profile({"cmd": "profile"}, None, 1.0)

@@ -9,27 +9,22 @@ from collections import Counter
 from trainers.checkpoint.standing import Folder
 
 
-def _named(checkpoint: Folder | str) -> str:
-    where = str(checkpoint)
-    return where if "://" in where else os.path.abspath(where)
-
-
 _lock = threading.Lock()
 _reading: Counter[str] = Counter()
-"""How many readers each checkpoint has, by absolute path."""
+"""How many readers each checkpoint has, by absolute path. (Of an URL it is no path, but a name as good as another.)"""
 
 
 def begin(checkpoint: Folder | str) -> None:
     """Protects a checkpoint until as many calls of `end`. On host 0, which deletes old checkpoints."""
     with _lock:
-        _reading[_named(checkpoint)] += 1
+        _reading[os.path.abspath(str(checkpoint))] += 1
 
 
 def end(checkpoint: Folder | str) -> None:
     with _lock:
-        _reading[_named(checkpoint)] -= 1
+        _reading[os.path.abspath(str(checkpoint))] -= 1
 
 
 def is_read(checkpoint: Folder | str) -> bool:
     with _lock:
-        return _reading[_named(checkpoint)] > 0
+        return _reading[os.path.abspath(str(checkpoint))] > 0

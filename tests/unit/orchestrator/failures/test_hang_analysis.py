@@ -133,7 +133,7 @@ def stack(*frames, name="MainThread", thread="7"):
 
 
 DEVICE = stack(
-    "wait_for_device (/home/me/run/trainers/parallel/device.py:13)",
+    "wait_for_device (/home/me/run/trainers/parallel/platform.py:43)",
     "Agreed.read (/home/me/run/trainers/loop/inflight.py:37)",
     "Loop.run (/home/me/run/trainers/loop/train_loop.py:77)",
 )
