@@ -53,7 +53,7 @@ test-changed: env build/tpu build/prometheus build/weed build/zensical  ## Run t
 test-commit: env build/tpu build/prometheus build/weed build/zensical  ## Both in one pool, as .ci/run does
 	@$(IN_VENV) -m tests.run test changed $(POOL) $(ARGS)
 
-test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests, and write the commit into tests/proved.toml if they pass
+test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests, and write the commit into tests/proved.toml
 	@$(IN_VENV) -m tests.run all $(POOL) $(ARGS)
 
 costs:  ## What the newest run of the tests cost, by cause, file and test

@@ -1,7 +1,8 @@
 """What a change can reach: the files of tests that read one of the files that have changed, and the whole jobs that are about it.
 
 `python -m tests.reach [FILE ...]` prints them for these files, or for what has changed since the commit that `tests/proved.toml`
-names: the last one at which all tests passed. A fifth of the files that a change cannot reach is run with it, in turns.
+names: the last one at which all tests were run. The files that failed there are run with every change until all pass. Of the files
+that a change cannot reach, a fifth is run with it, in turns.
 
 Why not pytest-testmon, which records the lines that each test executes: most of the cost of the slow tests lies in processes that
 they start, which it does not see, and a clean clone has no record."""
@@ -48,7 +49,7 @@ def chosen(changed: Iterable[str] | None, turn: int | None = None) -> list[str]:
         return files
     changed = list(changed)
     turn = number_of_commits() % TURNS if turn is None else turn
-    return [file for file in files if reaches(file, changed) or turn_of(file) == turn]
+    return [file for file in files if reaches(file, changed) or file in unproved() or turn_of(file) == turn]
 
 
 def turn_of(file: str) -> int:
@@ -161,8 +162,13 @@ def name(path: Path) -> str:
 
 
 def proved() -> str | None:
-    """Returns the last commit at which all tests passed."""
+    """Returns the last commit at which all tests were run."""
     return tomllib.loads(PROVED.read_text()).get("commit") if PROVED.exists() else None
+
+
+def unproved() -> list[str]:
+    """Returns the files of tests that failed there."""
+    return tomllib.loads(PROVED.read_text()).get("failed", []) if PROVED.exists() else []
 
 
 def changed_files() -> list[str] | None:
@@ -177,13 +183,17 @@ def changed_files() -> list[str] | None:
     return sorted({*ran.splitlines(), *new.splitlines()})
 
 
-def prove() -> str:
-    """Writes that all tests have passed at the present commit. Returns a sentence about it."""
+def prove(failed: Iterable[str]) -> str:
+    """Writes that all tests have passed at the present commit, but for these files. Returns a sentence about it."""
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     if not commit or changes:
-        return "tests/proved.toml stays as it is: the tree that passed is no commit"
-    PROVED.write_text(f'# The last commit at which `make test-all` passed whole.\ncommit = "{commit.strip()}"\n')
-    return f"tests/proved.toml names {commit[:12]} now: commit it"
+        return "tests/proved.toml stays as it is: the tree that was tested is no commit"
+    files = "".join(f'    "{file}",\n' for file in sorted(failed))
+    PROVED.write_text(
+        "# The last commit at which `make test-all` ran to its end. What failed there is run with every change until all pass.\n"
+        f'commit = "{commit.strip()}"\nfailed = [\n{files}]\n'
+    )
+    return f"tests/proved.toml names {commit[:12]} now{', and what failed' if files else ''}: commit it"
 
 
 def number_of_commits() -> int:

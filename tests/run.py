@@ -32,6 +32,8 @@ NUM_WORKERS = 4
 SLOW_BUDGET_S = 1_500.0
 """What the slow tests of one change may cost, in CPU-seconds of the ceilings: with `make test`, half an hour of two cores. A
 change that reaches more runs them in parts, another part at the next commit."""
+ENDED = (0, 1)
+"""Exit statuses of pytest with which it has run every test: all passed, some failed."""
 TIERS = ("test", "changed", "all")
 OF_DOCUMENTS = ("code_blocks", "docs", "links", "commands", "pages", "migrating", "troubleshooting", "documented_metrics")
 """Files of tests that read the documents, by a part of their names."""
@@ -65,8 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     too_dear = [*costs.too_dear(options.tiers, cpu_s, yardstick_s)] if status == 0 else []
     for complaint in too_dear:
         print(complaint, flush=True)
-    if status == 0 and options.tiers == ["all"] and not too_dear:
-        print(reach.prove(), flush=True)
+    failed = failed_files(RESULT) if status else set[str]()
+    if status in ENDED and options.tiers == ["all"] and not too_dear and failed is not None:
+        print(reach.prove(failed), flush=True)
     return status or bool(too_dear)
 
 
@@ -83,8 +86,8 @@ def selected(tiers: Sequence[str], changed: Sequence[str] | None) -> tuple[str, 
 
 
 def affordable(chosen: Sequence[str], changed: Sequence[str], turn: int) -> list[str]:
-    """Returns the files of tests that have their turn, and those that have themselves been changed."""
-    edited = {*changed} & {*chosen}
+    """Returns the files of tests that have their turn, and those that have themselves been changed, or are not proved."""
+    edited = {*changed, *reach.unproved()} & {*chosen}
     left_s = max(SLOW_BUDGET_S / 3, SLOW_BUDGET_S - sum(costs.slow_s(edited).values()))
     parts = costs.parts([file for file in chosen if file not in edited], left_s)
     if len(parts) > 1:
@@ -120,6 +123,15 @@ def failed_tests(result: Path) -> Iterator[str]:
             message = found.get("message", "")
             at = (found.text or "").strip().rpartition("\n")[2]
             yield f"  {case.get('file', case.get('classname'))}::{case.get('name')}: {message[:MESSAGE_CHARACTERS]} ({at})"
+
+
+def failed_files(result: Path) -> set[str] | None:
+    """Returns the files of the tests that failed. None: pytest did not reach its end, or a file could not be read."""
+    if not result.exists():
+        return None
+    cases = ElementTree.parse(result).iter("testcase")
+    files = {case.get("file", "") for case in cases if [*case.iter("failure"), *case.iter("error")]}
+    return files if files and all(files) else None
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> int:

@@ -30,6 +30,8 @@ OTHERWISE = "(is it your program's own, with this name? Mark it with `trainers.o
 OWN, SHOWS = "_is_own_method", "_shows_what_is_made_by"
 Method = TypeVar("Method", bound=Callable[..., Any])
 PROPERTIES = (property, functools.cached_property)
+METHODS = (*PROPERTIES, classmethod, staticmethod, functools.partialmethod)
+"""Kinds of methods that are not callable themselves."""
 
 
 def own_method(method: Method) -> Method:
@@ -248,7 +250,7 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
 
 
 def _is_method(value: Any) -> bool:
-    return (callable(value) and not isinstance(value, type)) or isinstance(value, (*PROPERTIES, classmethod, staticmethod, functools.partialmethod))
+    return (callable(value) and not isinstance(value, type)) or isinstance(value, METHODS)
 
 
 def _is_ours(base: type) -> bool:

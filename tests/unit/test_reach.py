@@ -78,6 +78,30 @@ def test_a_change_that_reaches_more_than_one_run_can_carry_is_run_in_parts_that_
     assert capsys.readouterr().out == ""
 
 
+def test_what_failed_when_all_were_run_is_run_with_every_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(reach, "PROVED", tmp_path / "proved.toml")
+    monkeypatch.setattr(reach, "git", lambda *command: "" if "status" in command else "1234567890abcdef\n")
+    turn = reach.turn_of("tests/faults/test_chaos.py") + 1
+    assert (reach.proved(), reach.unproved()) == (None, [])
+    assert reach.prove([]) == "tests/proved.toml names 1234567890ab now: commit it"
+    assert (reach.proved(), reach.unproved()) == ("1234567890abcdef", [])
+    assert "tests/faults/test_chaos.py" not in reach.chosen(["LICENSE"], turn)
+    told = reach.prove(["tests/ray/test_gang.py", "tests/faults/test_chaos.py"])
+    assert told == "tests/proved.toml names 1234567890ab now, and what failed: commit it"
+    assert reach.unproved() == ["tests/faults/test_chaos.py", "tests/ray/test_gang.py"]
+    chosen = reach.chosen(["LICENSE"], turn)
+    assert "tests/faults/test_chaos.py" in chosen
+    # Whatever part of a large change has its turn.
+    assert all("tests/faults/test_chaos.py" in run.affordable(SLOW, [], turn) for turn in range(5))
+
+
+def test_a_tree_that_is_no_commit_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(reach, "PROVED", tmp_path / "proved.toml")
+    monkeypatch.setattr(reach, "git", lambda *command: " M a.py" if "status" in command else "1234567890abcdef\n")
+    assert "stays as it is" in reach.prove([])
+    assert not reach.PROVED.exists()
+
+
 def test_a_change_that_nobody_knows_runs_everything():
     assert reach.chosen(None) == reach.test_files()
 

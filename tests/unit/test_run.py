@@ -41,9 +41,11 @@ def test_a_failure_is_the_status_and_the_last_line(tmp_path, monkeypatch, capfd,
         (["test"], 0, [], (0, [])),
         (["test"], 0, ["test_a.py costs too much"], (1, [])),
         (["test"], 1, [], (1, [])),
-        (["all"], 0, [], (0, ["proved"])),
+        (["all"], 0, [], (0, ["proved but for "])),
         (["all"], 0, ["test_a.py costs too much"], (1, [])),
-        (["all"], 1, [], (1, [])),
+        (["all"], 1, [], (1, ["proved but for tests/ray/test_a.py"])),
+        (["all", "test"], 1, [], (1, [])),
+        (["all"], 2, [], (2, [])),
     ],
 )
 def test_a_run_that_passes_is_a_success_unless_a_file_is_too_dear(
@@ -56,10 +58,11 @@ def test_a_run_that_passes_is_a_success_unless_a_file_is_too_dear(
     monkeypatch.setattr(costs, "measured_yardstick_s", lambda: 0.6)
     monkeypatch.setattr(costs, "too_dear", lambda *_: iter(complaints))
     monkeypatch.setattr(run, "run_pytest", lambda *_: tests)
-    monkeypatch.setattr(reach, "prove", lambda: "proved")
+    monkeypatch.setattr(run, "failed_files", lambda result: {"tests/ray/test_a.py"})
+    monkeypatch.setattr(reach, "prove", lambda failed: f"proved but for {' '.join(failed)}")
     status = run.main(tiers)
     printed = capsys.readouterr().out.splitlines()
-    assert (status, [line for line in printed if line == "proved"]) == expected
+    assert (status, [line for line in printed if line.startswith("proved")]) == expected
     assert [line for line in printed if line in complaints] == (complaints if tests == 0 else [])
 
 
@@ -85,6 +88,16 @@ def test_every_failure_is_told_once_more_at_the_end_with_its_message(tmp_path, m
         "  tests/ray/test_b.py::test_set_up: failed on setup (tests/ray/test_b.py:3: OSError)",
         "  ::tests.ray.test_c: collection failure (no module)",
     ]
+
+
+def test_which_files_failed(tmp_path):
+    result = tmp_path / "result.xml"
+    assert run.failed_files(result) is None  # pytest was killed
+    result.write_text(RESULT.format(message=""))
+    assert run.failed_files(result) is None  # a file could not be read: nobody knows which tests it has
+    lines = RESULT.format(message="").splitlines()
+    result.write_text("\n".join(line for line in lines if "collection failure" not in line))
+    assert run.failed_files(result) == {"tests/ray/test_a.py", "tests/ray/test_b.py"}
 
 
 def test_a_run_that_was_killed_is_named(tmp_path, monkeypatch):

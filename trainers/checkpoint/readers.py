@@ -8,7 +8,6 @@ from collections import Counter
 
 from trainers.checkpoint.standing import Folder
 
-
 _lock = threading.Lock()
 _reading: Counter[str] = Counter()
 """How many readers each checkpoint has, by absolute path. (Of an URL it is no path, but a name as good as another.)"""
