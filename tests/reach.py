@@ -1,8 +1,8 @@
 """What a change can reach: the files of tests that read one of the files that have changed, and the whole jobs that are about it.
 
-`python -m tests.reach [FILE ...]` prints them for these files, or for what has changed since the commit that `tests/proved.toml`
-names: the last one at which all tests were run. Files that failed there are run with every change until all pass. Of the files that a
-change cannot reach, a fifth is run with it, in turns.
+`python -m tests.reach [FILE ...]` prints them for these files, or for what has changed since the commit that
+`tests/proved.toml` names: the last one at which all tests were run. Files that failed there are run with every change until all
+pass. Of the files that a change cannot reach, a fifth is run with it, in turns.
 
 Why not pytest-testmon, which records the lines that each test executes: most of the cost of the slow tests lies in processes that
 they start, which it does not see, and a clean clone has no record."""
