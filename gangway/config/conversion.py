@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -70,7 +70,7 @@ def convert_sections(config: Any) -> Iterator[str]:
     """Makes sections of what was given in their place: dicts, or a text for those that have a shorthand. Yields the problems; a
     section that is wrong gets its default, so that the rest can be checked. For the `__post_init__` of a class with sections."""
     cls = type(config)
-    hints = hints_of(cls)
+    hints = hints_of(typing.cast(Hashable, cls))
     for item in (item for item in dataclasses.fields(config) if _names_section(hints[item.name])):
         path, conversion = (item.name,), _Conversion(cls)
         source = Source(cls.__name__, {item.name: getattr(config, item.name)})
@@ -183,7 +183,7 @@ class _Conversion:
         if not isinstance(data, Mapping):
             expected = f"expected a section with keys among {', '.join(fields)}"
             raise self._wrong(path, f"{expected}{_elsewhere(path, data)}", data)
-        hints, values = hints_of(cls), {}
+        hints, values = hints_of(typing.cast(Hashable, cls)), {}
         for key, item in data.items():
             if key not in fields:
                 inner = (*path, key)
@@ -375,7 +375,7 @@ def _kind(value: Any) -> str:
 
 
 @cache
-def hints_of(cls: Any) -> dict[str, Any]:
+def hints_of(cls: Hashable) -> dict[str, Any]:
     """Returns the types of the fields of a dataclass, by their names."""
     return typing.get_type_hints(cls)
 
