@@ -348,7 +348,3 @@ def requests_of_save(num_hosts: int) -> Requests:
 
 def requests_of_run(num_hosts: int, hours: float, saves: float) -> Requests:
     return HOUR.times(hours) + requests_of_save(num_hosts).times(saves)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

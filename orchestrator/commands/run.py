@@ -56,7 +56,3 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.all and not options.dry_run:
         parser.error("--all says what --dry-run prints: add --dry-run")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -50,7 +50,7 @@ PY_SPY_THREAD = re.compile(r'Thread \w+ \([^)]*\)(?:: "(?P<name>.*)")?$')
 PY_SPY_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 OWN_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 OWN_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-PACKAGE_STARTS = (r"-packages/", r"/lib(?:64)?/python3[.\d]*/", r"/(?=(?:trainers|cluster|orchestrator)/)")
+PACKAGE_STARTS = (r"-packages/", r"/lib(?:64)?/python3[.\d]*/", r"^.*/(?=(?:gangway|trainers|cluster|orchestrator)/)")
 SHOWN_FRAMES = 12
 
 

@@ -80,7 +80,7 @@ def test_no_module_is_found_in_the_checkpoint_if_one_works_there(here, monkeypat
 def test_gangways_own_may_be_named_and_nothing_that_it_has_only_imported(here):
     with named_by_data("model"):
         assert load_object("trainers.tasks.causal_lm:CausalLMTask").__name__ == "CausalLMTask"
-        for name in ("gangway.storage.documents:os", "gangway.config.importable:contextmanager"):
+        for name in ("trainers.settings:os", "trainers.checkpoint.layout:suppress"):
             with pytest.raises(UntrustedCodeError, match="is nothing of gangway's"):
                 load_object(name)
     assert importable._trust.get() is None

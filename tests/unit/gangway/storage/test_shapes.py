@@ -52,7 +52,7 @@ def test_what_fits_passes_and_so_does_a_key_that_is_not_known():
         ({"scores": {"x": None}}, "scores.x = None: expected float"),
         ({"scores": {1: 1.0}}, "a key of scores = 1: expected text"),
         ({"colour": []}, "colour = []: expected a Colour"),
-        ({"colour": "x" * 99}, f"colour = '{'x' * 59}...: expected a Colour"),
+        ({"colour": "x" * 99}, f"colour = '{'x' * 56}...: expected a Colour"),
         ({"kind": "c"}, "kind = 'c': expected one of 'a', 'b'"),
     ],
 )

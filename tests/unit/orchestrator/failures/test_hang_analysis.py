@@ -272,6 +272,8 @@ def test_parse_keeps_names_and_order():
     ("file", "shown"),
     [
         ("/home/me/run/trainers/data/loader.py", "trainers/data/loader.py"),
+        ("/home/me/gangway/gangway/storage/row.py", "gangway/storage/row.py"),
+        ("/home/me/gangway/trainers/data/loader.py", "trainers/data/loader.py"),
         ("/usr/lib/python3.11/site-packages/jax/_src/api.py", "jax/_src/api.py"),
         ("/usr/lib/python3.11/threading.py", "threading.py"),
         ("/home/me/run/my_callbacks.py", "my_callbacks.py"),
