@@ -35,7 +35,7 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     score = json.loads((tmp_path / "tiny-2-chaos" / "chaos.json").read_text())
     assert status == 0, json.dumps(score, indent=1)
     assert f"there is a run tiny in {tmp_path} already: this one is tiny-2" in out
-    assert "the run has 60 steps, and 5 faults need 400: it gets max_num_steps=400" in out
+    assert "the run has 60 steps, and 5 faults need 480: it gets max_num_steps=480" in out
     assert (tmp_path / "tiny" / "launch.json").read_text() == "{}"
     assert score["summary"]["steps"] == 399  # of 400 batches; that of the NaN was not applied
     injected = {outcome["injection"]["kind"]: outcome["injection"] for outcome in score["outcomes"]}

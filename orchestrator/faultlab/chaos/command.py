@@ -130,7 +130,7 @@ def enough_steps(arguments: argparse.Namespace, config: JobConfig) -> tuple[str,
     """Returns a line for people and an override, if the run would be over before its faults."""
     training, count = config.training, arguments.count or len(arguments.kinds)
     each = max(math.ceil(FAULT_S / LONGEST_PACE_S), 2 * (training.checkpoint.save_steps or 0))
-    needed, has = count * each, training.max_num_steps
+    needed, has = (count + SPARE_SHARES) * each, training.max_num_steps
     if arguments.full_speed or has is None or has >= needed:
         return "", None
     need = f"{count} faults need" if count > 1 else "one fault needs"
@@ -307,7 +307,7 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
     pace = Pace(run, max_steps)
     run.between_looks = pace.keep
     while left:
-        pace.share_out(len(left))
+        pace.share_out(len(left) + SPARE_SHARES)
         if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
             return
         if injections and lost_to_a_resize(injections[-1], run.incidents()):
@@ -403,6 +403,8 @@ def is_plain(summary: Mapping[str, Any], hosts: int) -> bool:
     return not summary.get("skipped_batches") and [segment["num_hosts"] for segment in segments] in ([], [hosts])
 
 
+SPARE_SHARES = 1
+"""Shares of the steps that belong to no fault: for a fault that a resize has hidden, and for recoveries that take long."""
 FAULT_S, LONGEST_PACE_S, SLOWEST_PACE_S = 12.0, 0.15, 3.0
 """Steps are slowed down so that a fault's share of them lasts FAULT_S: by at most LONGEST_PACE_S a step. When most of the share
 is used, or all takes long, it is by at most SLOWEST_PACE_S."""

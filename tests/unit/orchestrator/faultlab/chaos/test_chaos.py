@@ -279,11 +279,12 @@ class Recovering(Paced):
 
 
 def test_steps_get_slower_while_a_recovery_is_waited_for_and_are_fast_in_the_end(monkeypatch):
+    """Half of the steps are the fault's, and half are spare."""
     monkeypatch.setattr(Pace, "LOOK_S", -1.0)
     monkeypatch.setattr(live_run, "POLL_S", 0.0)
     monkeypatch.setattr(chaos.faults, "inject", lambda testbed, fault: injection("process"))
     run = Recovering()
-    chaos.inject_all(injectors.Testbed(run), [Fault("process", 0, 0.0, 0)], 100, injections := [])
+    chaos.inject_all(injectors.Testbed(run), [Fault("process", 0, 0.0, 0)], 200, injections := [])
     assert len(injections) == 1
     run.between_looks()
     assert run.paces == [*sorted(run.paces[:-1]), None]
@@ -316,11 +317,11 @@ def test_a_list_of_faults_has_commas_or_spaces(line):
 @pytest.mark.parametrize(
     ("options", "overrides", "steps"),
     [
-        ([], [], 240),
-        (["--count", "10"], [], 800),
-        (["--faults", "nan"], ["max_num_steps=80"], None),
-        (["--faults", "nan"], ["max_num_steps=79"], 80),
-        (["--faults", "nan"], ["checkpoint.save_steps=100"], 200),
+        ([], [], 320),
+        (["--count", "10"], [], 880),
+        (["--faults", "nan"], ["max_num_steps=160"], None),
+        (["--faults", "nan"], ["max_num_steps=159"], 160),
+        (["--faults", "nan"], ["checkpoint.save_steps=100"], 400),
         (["--full-speed"], [], None),
         ([], ["max_num_steps=null", "max_num_data_epochs=1", "optimizer.schedule.name=constant"], None),
     ],
