@@ -37,7 +37,7 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     assert f"there is a run tiny in {tmp_path} already: this one is tiny-2" in out
     assert "the run has 60 steps, and 5 faults need 480: it gets max_num_steps=480" in out
     assert (tmp_path / "tiny" / "launch.json").read_text() == "{}"
-    assert score["summary"]["steps"] == 399  # of 400 batches; that of the NaN was not applied
+    assert score["summary"]["steps"] == 479  # of 480 batches; that of the NaN was not applied
     injected = {outcome["injection"]["kind"]: outcome["injection"] for outcome in score["outcomes"]}
     assert sorted(injected) == ["agent", "driver", "flip", "nan"]
     assert score["summary"]["skipped_batches"] == [injected["nan"]["details"]["batch_index"]]

@@ -9,6 +9,12 @@ from tests import ROOT, costs, reach, run
 SLOW = [file for file in reach.test_files() if re.search(r"pytest\.mark\.slow\(", reach.text_of(file))]
 
 
+@pytest.fixture(autouse=True)
+def nothing_has_failed(tmp_path, monkeypatch):
+    """In the last run of all tests, but for what a test says of it."""
+    monkeypatch.setattr(reach, "PROVED", tmp_path / "proved.toml")
+
+
 @pytest.mark.parametrize(
     ("file", "test"),
     [
@@ -79,7 +85,6 @@ def test_a_change_that_reaches_more_than_one_run_can_carry_is_run_in_parts_that_
 
 
 def test_what_failed_when_all_were_run_is_run_with_every_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(reach, "PROVED", tmp_path / "proved.toml")
     monkeypatch.setattr(reach, "git", lambda *command: "" if "status" in command else "1234567890abcdef\n")
     turn = reach.turn_of("tests/faults/test_chaos.py") + 1
     assert (reach.proved(), reach.unproved()) == (None, [])
@@ -96,7 +101,6 @@ def test_what_failed_when_all_were_run_is_run_with_every_change(tmp_path, monkey
 
 
 def test_a_tree_that_is_no_commit_is_not_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(reach, "PROVED", tmp_path / "proved.toml")
     monkeypatch.setattr(reach, "git", lambda *command: " M a.py" if "status" in command else "1234567890abcdef\n")
     assert "stays as it is" in reach.prove([])
     assert not reach.PROVED.exists()
