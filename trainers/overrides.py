@@ -3,6 +3,7 @@ called, and each override must be callable as the system calls it."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -152,12 +153,11 @@ def _remedy(name: str, value: Any, hooks: list[str], elsewhere: Mapping[str, str
         return f"{elsewhere[name]} {OTHERWISE}"
     private = name.startswith("_")
     known = [other for other in (*hooks, *elsewhere) if other.startswith("_") == private]
-    near = did_you_mean(name, known, cutoff=NEAR_OF_HELPER if private else NEAR)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR_OF_HELPER if private else NEAR)
     if not near:
         return ""
-    meant = near.removeprefix("; did you mean ").removesuffix("?")
-    also = f" {meant}: {elsewhere[meant]}" if meant in elsewhere else ""
-    return f"it is no hook{near}{also} {OTHERWISE}"
+    also = f" {near[0]}: {elsewhere[near[0]]}" if near[0] in elsewhere else ""
+    return f"it is no hook; did you mean {near[0]}?{also} {OTHERWISE}"
 
 
 def _functions(value: Any) -> Iterator[Any]:

@@ -160,7 +160,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         _lock(locked, temporary)
         try:
             os.ftruncate(locked, 0)
-            # Closed before it is renamed, as in `_write`, and locked until after that.
+            # Synced and closed before it is renamed, as in `replaced`, and locked until after that.
             with open(os.dup(locked), "wb") as file:
                 yield file
                 file.flush()
