@@ -32,6 +32,9 @@ KINDS = {
     "models": f"{HF}/test_random_configs.py::test_many_models_are_written_as_transformers_reads_them_or_refused",
     "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
+    "owners_on_disk": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_drivers_take_a_run_on_a_disk_from_each_other",
+    "owners_in_bucket": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_drivers_take_a_run_in_a_bucket_from_each_other",
+    "power_cuts": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_power_cuts_lose_nothing_that_was_saved",
     "driver": "tests/unit/orchestrator/driver/test_driver_model.py::test_many_runs_end_as_if_nothing_had_happened",
 }
 

@@ -188,8 +188,6 @@ def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
         program_key=orders.get("program_key"),
         stop_at=orders.get("stop_at"),
         skip_batches=orders.get("skip_batches", ()),
-        fence=orders.get("fence"),
-        run=orders.get("run"),
         committed_step=orders.get("committed_step"),
         driver_term=orders.get("driver_term", 0),
         generation=orders["generation"],
@@ -318,8 +316,8 @@ def obey(host: Runtime, command: Command) -> None:
             host.request_save()
         case "profile":
             host.request_profile(command)
-        case "fence":
-            host.fence(command["path"])
+        case "taken_over":
+            host.taken_over(command["driver_term"])
 
 
 def heartbeat_loop(host: Any) -> None:

@@ -108,7 +108,7 @@ def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, sou
     result = {}
     for key, item in values.items():
         item_hint = hints.get(key, _item_hint(hint))
-        is_empty = item is None and section_of(item_hint) and not _admits(item_hint, types.NoneType)
+        is_empty = item is None and section_of(item_hint) and types.NoneType not in arms_of(item_hint)
         if is_empty and section is not None:
             continue  # an empty section: its defaults hold
         # Sections whose names the user gives: an empty one exists.
@@ -116,13 +116,9 @@ def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, sou
     return result
 
 
-def _admits(hint: Any, arm: type) -> bool:
-    return arm in arms_of(hint)
-
-
 def _means_null(hint: Any, value: Any, text: str) -> bool:
     """Returns whether a YAML null means null. An empty value is empty text where null is not allowed."""
-    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and _admits(hint, types.NoneType)))
+    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and types.NoneType in arms_of(hint)))
 
 
 def _is_text(hint: Any) -> bool:

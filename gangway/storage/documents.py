@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import posixpath
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ def delete(path: Where) -> None:
 
 
 FORMAT, DIGEST = "format", "digest"
+PAUSES_S = (0.05, 0.1)
+"""Before a damaged document is read again."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +170,17 @@ class DocumentKind:
         return contents
 
     def read(self, path: Where) -> dict[str, Any] | None:
-        """Returns the contents; None if there is no such document. Raises DamagedDocument, NewerDocument or OSError."""
-        content = read_bytes(path)
-        return None if content is None else self.parse(content, path if isinstance(path, Place) else os.fspath(path))
+        """Returns the contents; None if there is no such document. Raises DamagedDocument, NewerDocument or OSError. One that is
+        damaged is read again first: a file server may show a part of what is just being written."""
+        for pause_s in (*PAUSES_S, None):
+            content = read_bytes(path)
+            try:
+                return None if content is None else self.parse(content, str(path))
+            except DamagedDocument:
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError
 
     def write(self, path: Where, contents: Mapping[str, Any]) -> None:
         """Replaces the document atomically. Raises OSError."""
@@ -203,7 +214,7 @@ def set_aside(path: Where) -> str | None:
         with suppress(OSError):
             return _set_object_aside(place_of(path))
         return None
-    where = path.url if isinstance(path, Place) else os.fspath(path)
+    where = str(path)
     for number in range(1, 1000):
         aside = _aside(where, number)
         if not os.path.lexists(aside):

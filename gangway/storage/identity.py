@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from gangway.storage import documents
@@ -17,10 +16,6 @@ from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of
 
 HOME = "~/.gangway/runs"
-OF_OLD_RUNS = ("committed.json", "launch.json")
-"""Files by which a run that has no identity yet is known to be an old one."""
-
-
 COPY = (
     "{} is a copy of {}, which is still there: from here on it is a run of its own, and MLflow and W&B begin a new one, with all "
     "that was recorded so far"
@@ -55,9 +50,7 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
     except DamagedDocument as error:
         known, notes = None, (KIND.set_aside(path, error),)
     if known is None:
-        # W&B knows an old run by its path.
-        is_old = not notes and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
-        known = {"id": _of_path(os.path.abspath(run_folder)) if is_old else uuid.uuid4().hex[:16], "folder": ""}
+        known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
         notes = (COPY.format(folder, known["folder"]),)
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}

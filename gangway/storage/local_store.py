@@ -36,17 +36,14 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class LocalStore(Store):
-    is_local = True
+    is_local, tags_last = True, False
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.url = os.path.abspath(folder)
 
-    def path(self, name: str) -> Path:
-        """Returns the file of an object."""
-        return Path(self.url, checked_name(name))
-
-    def _folder(self, prefix: str) -> Path:
-        return self.path(prefix) if prefix else Path(self.url)
+    def path(self, name: str, *, is_folder: bool = False) -> Path:
+        """Returns the file of an object, or a folder of objects: for an empty name that of all."""
+        return Path(self.url) if is_folder and not name else Path(self.url, checked_name(name))
 
     def get(self, name: str) -> bytes | None:
         with _problems(self.path(name)), suppress(*ABSENT):
@@ -68,10 +65,11 @@ class LocalStore(Store):
             return None if stat.S_ISDIR(status.st_mode) else _entry(name, status)
         return None
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, makes_folder: bool = True) -> None:
         path = self.path(name)
         with _problems(path):
-            _make(path.parent)
+            if makes_folder:
+                _make(path.parent)
             durable.write_shared(path, data, 0o666)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -85,17 +83,17 @@ class LocalStore(Store):
             return made
 
     def list(self, prefix: str = "", after: str = "") -> Sequence[Entry]:
-        with _problems(self._folder(prefix)):
-            return sorted(_below(self._folder(prefix), f"{prefix}/" if prefix else "", after))
+        with _problems(self.path(prefix, is_folder=True)):
+            return sorted(_below(self.path(prefix, is_folder=True), f"{prefix}/" if prefix else "", after))
 
     def has_folder(self, prefix: str) -> bool:
-        with _problems(self._folder(prefix)), suppress(*ABSENT):
-            return stat.S_ISDIR(os.stat(self._folder(prefix)).st_mode)
+        with _problems(self.path(prefix, is_folder=True)), suppress(*ABSENT):
+            return stat.S_ISDIR(os.stat(self.path(prefix, is_folder=True)).st_mode)
         return False
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        with _problems(self._folder(prefix)), suppress(*ABSENT):
-            with os.scandir(self._folder(prefix)) as found:
+        with _problems(self.path(prefix, is_folder=True)), suppress(*ABSENT):
+            with os.scandir(self.path(prefix, is_folder=True)) as found:
                 return sorted(one.name for one in found if one.is_dir(follow_symlinks=False))
         return []
 
@@ -104,7 +102,7 @@ class LocalStore(Store):
             ours.delete(self.path(name), ours.LOOKED_AT)
 
     def delete_all(self, prefix: str) -> None:
-        path = self.path(checked_name(prefix))
+        path = self.path(prefix)
         renamed = path.with_name(f"{path.name}.deleted-{uuid.uuid4().hex[:8]}")
         with _problems(path), suppress(FileNotFoundError):
             # First: a half-deleted folder must not be taken for a whole one.
@@ -136,6 +134,25 @@ class LocalStore(Store):
             space = os.statvfs(nearest)
         # `f_bavail`, not `f_bfree`: without the blocks that are kept for root.
         return space.f_bavail * space.f_frsize
+
+    def make_folder(self, prefix: str, *, around: bool = False) -> None:
+        folder = self.path(prefix, is_folder=True)
+        with _problems(folder):
+            if around:
+                _make(folder)
+            else:
+                folder.mkdir(exist_ok=True)
+
+    def settle(self, prefix: str) -> None:
+        with _problems(self.path(prefix, is_folder=True)):
+            durable.sync_folder(self.path(prefix, is_folder=True))
+
+    def delete_left(self, prefix: str) -> None:
+        with _problems(self.path(prefix, is_folder=True)):
+            durable.delete_left(self.path(prefix, is_folder=True))
+
+    def around(self) -> Store:
+        return LocalStore(os.path.dirname(self.url))
 
 
 def problem_of(error: OSError, where: str | os.PathLike[str]) -> StorageProblem:
@@ -178,7 +195,9 @@ def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:
 
 def _make(folder: Path) -> None:
     try:
-        os.makedirs(folder, exist_ok=True)
+        if not folder.is_dir():
+            os.makedirs(folder, exist_ok=True)
+            durable.sync_folder(folder.parent)  # a power cut must not leave what is in it without its name
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
 

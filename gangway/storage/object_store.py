@@ -58,7 +58,7 @@ LIMITS = Limits()
 class ObjectStore(Store):
     """The objects of a bucket below `prefix`, through a client of obstore that tries nothing again."""
 
-    is_local = False
+    is_local, tags_last = False, True
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ObjectStore(Store):
         # The answer to HEAD has no body: it does not tell whether the object is not there, or the whole bucket. That of GET does.
         return None if found is None else self._entry(found)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, makes_folder: bool = True) -> None:
         import obstore
 
         answer = self._ask(
@@ -221,6 +221,18 @@ class ObjectStore(Store):
 
     def room(self) -> int | None:
         return None
+
+    def make_folder(self, prefix: str, *, around: bool = False) -> None:
+        pass
+
+    def settle(self, prefix: str) -> None:
+        pass
+
+    def delete_left(self, prefix: str) -> None:
+        pass
+
+    def around(self) -> Store:
+        raise ValueError(f"{self.url}: nothing is known of what is around a bucket")
 
     def _key(self, name: str) -> str:
         return self._prefix + checked_name(name) if name else self._prefix.rstrip("/")

@@ -48,7 +48,7 @@ class BucketURL(NamedTuple):
 
 def is_url(path: str | os.PathLike[str] | Place) -> bool:
     """True for `gs://bucket/run`; a local or mounted path has no scheme."""
-    return not path.store.is_local if isinstance(path, Place) else "://" in os.fspath(path)
+    return "://" in str(path)
 
 
 def parse(url: str) -> BucketURL:
@@ -93,7 +93,7 @@ def open_store(url: str | os.PathLike[str], limits: Limits | None = None) -> Sto
 def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None) -> Place:
     """Returns the place of a path or a URL; the store of a URL is the whole bucket, that of a path the folder around it. `limits`
     are as for `open_store`."""
-    if isinstance(path, Place):
+    if not isinstance(path, str | os.PathLike):
         return path
     where = os.fspath(path)
     if not is_url(where):

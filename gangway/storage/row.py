@@ -124,26 +124,50 @@ class Row:
     def newest(self) -> Record:
         """Returns the newest record. In a bucket only the first look lists the row; later ones ask for the next numbers, for a
         listing may lag. A folder is always listed: clients of a file server remember for longer that a name was absent than what
-        a folder contains."""
+        a folder contains. Raises StorageUnavailable if the newest one that is known is gone: a record is never deleted, so this
+        is another disk."""
         with self._one_at_a_time:
             newest = self._newest or self._listed(Record())
-            if self._folder.store.is_local:
+            if self._folder.store.is_local and newest.number:
+                if self.is_gone():
+                    where = (self._folder / _name(newest.number)).url
+                    raise StorageUnavailable(errno.ENOENT, "it is gone: bring the storage back (is it mounted here?)", where)
                 newest = self._listed(newest)
             while (following := self._after(newest)) is not None:
                 newest = following
             self._newest = newest
             return newest
 
-    def take_over(self, holder: Mapping[str, Any], above_term: int = 0, *, seen: Record | None = None) -> Record:
+    def is_gone(self) -> bool:
+        """Whether the newest record that is known is no longer in its folder: somebody has deleted the run, or the storage is not
+        there. A bucket is not asked."""
+        if self._newest is None or not self._newest.number or not self._folder.store.is_local:
+            return False
+        record = self._folder / _name(self._newest.number)
+        return not (record.exists() or record.is_dir())  # a folder in its place is damage
+
+    def take_over(
+        self,
+        holder: Mapping[str, Any],
+        above_term: int = 0,
+        *,
+        seen: Record | None = None,
+        found: Callable[[], Mapping[str, Mapping[int, Kept]]] = dict,
+    ) -> Record:
         """Takes the run for a new driver; returns the record, which has its term. That is higher than all before, and than
-        `above_term`. Raises OvertakenError if another driver has come since the record that was `seen`."""
+        `above_term`. If it is the first record, what is `found` counts as committed. Raises OvertakenError if another driver has
+        come since the record that was `seen`."""
 
         def change(before: Record) -> Record:
             if seen is not None and before.term.driver_term != seen.term.driver_term:
                 raise OvertakenError(seen.term, before)
             # Each record that cannot be read may have been that of another driver.
             term = WriterTerm(max(before.term.driver_term + before.unreadable, above_term) + 1)
-            return replace(before, what="take-over", term=term, holder=dict(holder))
+            record = replace(before, what="take-over", term=term, holder=dict(holder))
+            if before.number:
+                return record
+            kept = found()
+            return replace(record, kept=kept, step=max(kept.get(CHECKPOINTS, ()), default=None))
 
         return self._append(change)
 

@@ -23,17 +23,15 @@ def check_of(hint: Any, only: frozenset[str] | None = None) -> Check:
     JSON."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if typing.is_typeddict(hint):
-        fields = _of_typed_dict(hint)
+        # Not `__required_keys__`, which does not see NotRequired in annotations that are text.
+        hints = typing.get_type_hints(hint, include_extras=True)
+        fields = {key: (check_of(field), typing.get_origin(field) is not typing.NotRequired) for key, field in hints.items()}
         return _fields(fields if only is None else {name: fields[name] for name in only})
     if dataclasses.is_dataclass(hint):
         return _fields(_of_dataclass(typing.cast(type, hint)))
-    return _plain(hint) if origin is None else _composed(origin, args)
-
-
-def _composed(origin: Any, args: tuple[Any, ...]) -> Check:
-    if origin in (typing.Required, typing.NotRequired):
-        return check_of(args[0])
-    if origin in (typing.Union, types.UnionType):
+    if origin is None:
+        return _plain(hint)
+    if origin in (typing.Required, typing.NotRequired, typing.Union, types.UnionType):
         return _one_of(tuple(check_of(arm) for arm in args))
     if origin is Literal:
         return lambda value, name: "" if value in args else _wrong(name, value, f"one of {', '.join(map(repr, args))}")
@@ -85,12 +83,6 @@ def _fields(fields: Mapping[str, tuple[Check, bool]]) -> Check:
         return ""
 
     return check
-
-
-def _of_typed_dict(hint: Any) -> dict[str, tuple[Check, bool]]:
-    # Not `__required_keys__`, which does not see NotRequired in annotations that are text.
-    hints = typing.get_type_hints(hint, include_extras=True)
-    return {key: (check_of(field), typing.get_origin(field) is not typing.NotRequired) for key, field in hints.items()}
 
 
 def _of_dataclass(cls: type) -> dict[str, tuple[Check, bool]]:

@@ -6,13 +6,16 @@ nobody can tell whether it is there is an error of one of three kinds, and never
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 _PART = re.compile(r"[^/\0]+")
 
 
@@ -55,6 +58,8 @@ class Store(ABC):
     """Where it is: a path, or the URL of a bucket with the prefix; without a slash at the end."""
     is_local: bool
     """Whether it is a folder: local or mounted."""
+    tags_last: bool
+    """Whether an object has the same tag as long as it is the same: then its contents need no digest."""
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
@@ -69,8 +74,10 @@ class Store(ABC):
         """Returns size and tag of an object; None if there is none."""
 
     @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
-        """Writes the object, in place of the one that was there. Readers find the old one or the new one, never a part."""
+    def put(self, name: str, data: bytes, *, makes_folder: bool = True) -> None:
+        """Writes the object, in place of the one that was there. Readers find the old one or the new one, never a part. Without
+        `makes_folder` a folder of this machine must be there already: if it is not, the storage is gone, and a new one would be
+        on whatever disk is below the mount point."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -116,11 +123,29 @@ class Store(ABC):
     def room(self) -> int | None:
         """Returns the free bytes; None if there is no limit that can be asked for."""
 
+    @abstractmethod
+    def make_folder(self, prefix: str, *, around: bool = False) -> None:
+        """Makes a folder, if there is none; with `around` also those that it is in. A bucket has no folders to make."""
 
-@dataclass(frozen=True)
+    @abstractmethod
+    def settle(self, prefix: str) -> None:
+        """Returns when the names in a folder would outlive a power cut. What a bucket has answered does."""
+
+    @abstractmethod
+    def delete_left(self, prefix: str) -> None:
+        """Deletes what writers that died have left in a folder, under names that are no objects. A bucket has none."""
+
+    @abstractmethod
+    def around(self) -> Store:
+        """Returns the folder around the whole store. Raises ValueError for a bucket: what is around that may be anybody's."""
+
+
+@dataclass(frozen=True, eq=False)
 class Place:
     """A place in a store, which stands for a path. It is none for Python: `Path("s3://b/x")` would be the folder `s3:` here, and
-    nobody would notice. So it has no `__fspath__`, and `os`, `open` and `Path` raise TypeError."""
+    nobody would notice. So it has no `__fspath__`, and `os`, `open` and `Path` raise TypeError.
+
+    Two places are equal if they have the same URL."""
 
     store: Store
     key: str = ""
@@ -140,30 +165,66 @@ class Place:
 
     @property
     def parent(self) -> Place:
-        """The folder around it. Raises ValueError for a whole store: what is around that may be anybody's."""
-        if not self.key:
-            raise ValueError(f"{self.url}: nothing is known of what is around a store")
-        return Place(self.store, self.key.rpartition("/")[0])
+        """The folder around it. Raises ValueError for a whole bucket: what is around that may be anybody's."""
+        return Place(self.store, self.key.rpartition("/")[0]) if self.key else Place(self.store.around())
 
     def with_name(self, name: str) -> Place:
         """Returns the place beside this one that has another last part."""
         return self.parent / name
 
+    @property
+    def path(self) -> Path:
+        """The file or folder of this machine. Raises TypeError for a place in a bucket."""
+        if not self.store.is_local:
+            raise TypeError(f"{self.url} is no path of this machine")
+        return Path(self.url)
+
     def __str__(self) -> str:
         return self.url
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Place and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
 
     def get(self) -> bytes | None:
         return self.store.get(self.key)
 
-    def put(self, data: bytes) -> None:
-        self.store.put(self.key, data)
+    def put(self, data: bytes, *, makes_folder: bool = True) -> None:
+        self.store.put(self.key, data, makes_folder=makes_folder)
+
+    def content(self) -> bytes:
+        """Returns what is in the object. Raises FileNotFoundError if there is none."""
+        return self._there(self.get())
+
+    def size(self) -> int:
+        """Returns the bytes of the object. Raises FileNotFoundError if there is none."""
+        return self._there(self.store.entry(self.key)).size
+
+    def part(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from `start` up to `stop`, fewer where the object ends. Raises FileNotFoundError if there is none."""
+        return self._there(self.store.get_part(self.key, start, stop))
+
+    def _there(self, found: T | None) -> T:
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
+        return found
+
+    def make(self, *, around: bool = False) -> None:
+        """Makes the folder (`Store.make_folder`)."""
+        self.store.make_folder(self.key, around=around)
+
+    def settle(self) -> None:
+        """Returns when the names in this folder would outlive a power cut."""
+        self.store.settle(self.key)
 
     def create(self, data: bytes) -> bool:
         return self.store.create(self.key, data)
 
     def exists(self) -> bool:
         """Whether there is an object of this name. A folder is none."""
-        return self.store.entry(self.key) is not None
+        return bool(self.key) and self.store.entry(self.key) is not None
 
     def is_dir(self) -> bool:
         """Whether there are objects below this name."""

@@ -72,10 +72,6 @@ class Start(Member):
     """The batch index at which to save and stop. Absent or None: the configuration's limits alone."""
     skip_batches: NotRequired[Sequence[int]]
     """Batches whose update is not applied. Absent: none."""
-    fence: NotRequired[str | None]
-    """If this file exists, another driver has the run, and nothing is committed. Absent or None: there is no driver."""
-    run: NotRequired[str | None]
-    """The name of the run in the record beside its checkpoints. Absent or None: not known."""
     committed_step: NotRequired[int | None]
     """The highest step that the run ever committed. Absent or None: not known, or none yet."""
     driver_term: NotRequired[int]
@@ -117,14 +113,14 @@ class Profile(TypedDict):
     steps: int
 
 
-class Fence(TypedDict):
-    """From now on this file says, by being there, that another driver has the run."""
+class TakenOver(TypedDict):
+    """The driver of this term has taken the gang over. It commits by that term from now on."""
 
-    cmd: Literal["fence"]
-    path: str | None
+    cmd: Literal["taken_over"]
+    driver_term: int
 
 
-Command = Stop | Save | Profile | Fence
+Command = Stop | Save | Profile | TakenOver
 SAVE: Save = {"cmd": "save"}
 
 
@@ -133,9 +129,9 @@ def stop(reason: str) -> Stop:
     return {"cmd": "stop", "reason": str(reason)}
 
 
-def fence(path: str | None) -> Fence:
-    """Returns the command to go by this file from now on."""
-    return {"cmd": "fence", "path": path}
+def taken_over(driver_term: int) -> TakenOver:
+    """Returns the command to go by the term of a new driver."""
+    return {"cmd": "taken_over", "driver_term": driver_term}
 
 
 def read_preparation(message: Any) -> Preparation:

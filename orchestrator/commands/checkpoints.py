@@ -27,9 +27,7 @@ from orchestrator.config.locate import REFUSALS, in_one_line, parser_of_run, run
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
 from orchestrator.runs.copying import copy_run
-from trainers.checkpoint import committed, layout, manifest, standing
-from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.standing import Folder
+from trainers.checkpoint import layout, manifest
 
 EXIT_FINE = 0
 EXIT_DAMAGED = 1
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = run_of(arguments.run, arguments.overrides)
         if arguments.copy_to:
             return copy(run, arguments.copy_to)
-        folder = layout.folder_of(run.url) / CHECKPOINTS
+        folder = run / CHECKPOINTS
         if arguments.accept_loss:
             accept_loss(folder)
         rows = list(inspect(folder, verify=arguments.verify))
@@ -108,28 +106,21 @@ def copy(run: Place, to: str) -> int:
     return EXIT_DAMAGED if report.left_out else EXIT_FINE
 
 
-def accept_loss(folder: Folder) -> None:
+def accept_loss(folder: Place) -> None:
     """Records that the newest checkpoint in `folder` is the newest one that was ever committed. Raises RunInUse, OSError or
     StorageError."""
     # Not while a driver lives: it would write its own record over this one.
-    wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
-    if isinstance(folder, Place):
-        standing.accept_loss(folder)
+    wait_until_free(folder.parent.url, waiting=lambda message: print(message, file=sys.stderr))
+    layout.accept_loss(folder)
     newest = max(layout.steps(folder), default=None)
     document = _state(folder.parent / STATE)
-    run = committed.of_run(folder.parent, folder).run
     if document is not None:
-        run = document.get("committed", {}).get("run") or run
         # Without a course: what is trained from there on takes the place of what was published of later steps.
-        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest, "course": None}
+        record = {"committed_step": newest, "checkpoint_step": newest, "course": None}
         STATE_KIND.write(folder.parent / STATE, document | record)
-    # In both folders: a start believes the newer of the two records.
-    for location in (folder.parent, folder):
-        if location.is_dir():
-            committed.write(location, Committed(run, newest))
 
 
-def _state(path: Folder) -> dict[str, Any] | None:
+def _state(path: Place) -> dict[str, Any] | None:
     """Returns what the last driver stored. A damaged document is set aside, as a driver would do."""
     try:
         return STATE_KIND.read(path)
@@ -138,7 +129,7 @@ def _state(path: Folder) -> dict[str, Any] | None:
         return None
 
 
-def inspect(folder: Folder, *, verify: bool) -> Iterator[Row]:
+def inspect(folder: Place, *, verify: bool) -> Iterator[Row]:
     """Yields a row per checkpoint, oldest first. One that is deleted meanwhile is left out. Raises OSError, or StorageError of a
     bucket."""
     for step in layout.steps(folder):
@@ -150,7 +141,7 @@ def inspect(folder: Folder, *, verify: bool) -> Iterator[Row]:
         yield Row(step, str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
 
 
-def _inspect_one(path: Folder, step: int, verify: bool) -> Row:
+def _inspect_one(path: Place, step: int, verify: bool) -> Row:
     try:
         content = manifest.read(path)
     except manifest.UnfinishedError as error:
@@ -162,7 +153,7 @@ def _inspect_one(path: Folder, step: int, verify: bool) -> Row:
     return _with_meta(Row(step, str(path), state, problems, content.committed_s, content.num_bytes), path)
 
 
-def _with_meta(row: Row, path: Folder) -> Row:
+def _with_meta(row: Row, path: Place) -> Row:
     try:
         meta = manifest.read_meta(path)
     except manifest.DamagedError as error:
@@ -172,7 +163,7 @@ def _with_meta(row: Row, path: Folder) -> Row:
     return replace(row, num_hosts=num_hosts, lineage=lineage, skipped_batches=meta.get("skipped_batches", []))
 
 
-def show(folder: Folder, rows: Sequence[Row], console: Console) -> None:
+def show(folder: Place, rows: Sequence[Row], console: Console) -> None:
     if not rows:
         console.print(f"no checkpoint in {folder} yet")
         return

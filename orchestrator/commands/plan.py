@@ -334,9 +334,9 @@ class Requests(NamedTuple):
         return Requests(self.writes * number, self.reads * number)
 
 
-SAVE = Requests(15, 20)
+SAVE = Requests(15, 10)
 """Of one checkpoint, and of the removal of an old one, whatever the number of hosts."""
-SAVE_OF_HOST = Requests(11, 14)
+SAVE_OF_HOST = Requests(11, 13)
 """Of one checkpoint, by each host."""
 HOUR = Requests(3950, 4300)
 """Of an hour without saves: lease, progress, metrics, events and logs."""

@@ -9,11 +9,11 @@ from gangway.program import Parser
 from gangway.storage import documents
 from gangway.storage.object_store import Limits
 from gangway.storage.opening import place_of
+from gangway.storage.row import FOLDER
 from gangway.storage.store import Place, StorageProblem
 from orchestrator.config.job import ConfigError, load
-from orchestrator.run_state.launch import CHECKPOINTS, STATE
-from orchestrator.run_state.lease import TERMS
-from trainers.checkpoint import committed, copied
+from orchestrator.run_state.stored import CHECKPOINTS, STATE
+from trainers.checkpoint import copied
 
 LIMITS = Limits(request_s=10.0, patience_s=15.0)
 """Somebody waits for the answer."""
@@ -47,7 +47,7 @@ def parser_of_run(module: str, about: str, *, example: str) -> Parser:
 def is_run(place: Place) -> bool:
     """Whether a folder is that of a run. Raises OSError."""
     inside = {*place.folders()}
-    return bool(inside & {CHECKPOINTS, TERMS}) or any((place / name).exists() for name in (STATE, committed.FILE))
+    return bool(inside & {CHECKPOINTS, FOLDER}) or (place / STATE).exists()
 
 
 def runs_in(storage: Place) -> list[Place]:

@@ -182,9 +182,9 @@ class Driver:
         return generation
 
     def _catch_up(self, generation: Generation) -> None:
-        """Gives the hosts this driver's fence, and handles the events that the agents have kept while no driver polled."""
-        order = orders.fence(self.launch.lease.fence)
-        # Before anything else: under the fence of the previous driver, no host can commit a checkpoint any more.
+        """Gives the hosts this driver's term, and handles the events that the agents have kept while no driver polled."""
+        order = orders.taken_over(self.launch.lease.driver_term)
+        # Before anything else: by the term of the previous driver, no host can commit a checkpoint any more.
         self._ask_all(generation, "order", order)
         # From the first event on: this driver's `Generation` is rebuilt from all of them.
         answers = self._ask_all(generation, "poll", 0, 0.0)
@@ -308,9 +308,7 @@ class Driver:
             "program_key": launch.launch_id,
             "stop_at": segment.stop_at,
             "skip_batches": list(segment.skip_batches),
-            "fence": launch.lease.fence,
-            "run": launch.progress.committed.run,
-            "committed_step": launch.progress.committed.step,
+            "committed_step": launch.progress.committed_step,
             "driver_term": launch.lease.driver_term,
             "time_used_s": launch.progress.time_used.seconds(self.clock()),
             "limits": self.config.driver.watchdog.orders(),

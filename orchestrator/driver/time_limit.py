@@ -73,7 +73,7 @@ class TimeLimit:
     def end_run(self, how: str) -> None:
         """Raises TimeIsUp. Without a checkpoint all work is lost, so that is a failure: raises TrainingFailed."""
         message = f"the time limit ({self._text}) has passed: {how}"
-        step = self.launch.progress.committed.step
+        step = self.launch.progress.committed_step
         if step is None:
             raise TrainingFailed(f"{message}; there is no checkpoint")
         self.events.note(f"{message}; the last checkpoint is that of step {step}", "warning")

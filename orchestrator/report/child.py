@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from cluster.agent.child_process import child_env, import_path
-from gangway.storage import documents, identity, several
+from gangway.storage import documents
 from gangway.storage.opening import place_of
 from orchestrator.run_state.incident_log import NAME as INCIDENTS
 from orchestrator.run_state.launch import TIMELINE
@@ -71,15 +71,8 @@ def fetch_from_bucket(run_dir: str, folder: Path) -> None:
     for name in OF_LINES:
         if parts := sorted(each for each in names if each.startswith(f"{name}/")):
             _write(folder / name, b"".join((place / each).get() or b"" for each in parts))
-    _write(folder / FOLDER / SPOOL, _metrics(run_dir))
-
-
-def _metrics(run_dir: str) -> bytes:
-    segments = of_bucket.segments_of(run_dir)
-    copied = b"".join(several.contents(segments, [name for name, _ in of_bucket.in_order(segments)]))
     # On the driver's machine there may be more than was copied yet.
-    here = Path(identity.local_folder(run_dir), FOLDER, SPOOL)
-    return max(copied, here.read_bytes() if here.exists() else b"", key=len)
+    _write(folder / FOLDER / SPOOL, of_bucket.content(run_dir))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gangway.storage import documents, ours
-from orchestrator.run_state.lease import LEASE, TERMS
+from gangway.storage.opening import place_of
+from gangway.storage.row import FOLDER, Row
+from orchestrator.run_state.lease import LEASE
 
 
 def is_begun(run_dir: str) -> bool:
@@ -49,13 +51,15 @@ def moved_aside(run_dir: str, asked: bool, check_free: Callable[[str], None]) ->
 
 
 def _with_drivers(source: str, folder: str) -> list[Path]:
-    """Makes the folder, with copies of what says who has driven the run. Returns what was made, the innermost first."""
-    made = [Path(folder), Path(folder, TERMS)]
+    """Makes the folder, with what says who has driven the run. Returns what was made, the innermost first."""
+    newest = Row(place_of(source) / FOLDER).newest()
+    made = [Path(folder), Path(folder, FOLDER)]
     made[1].mkdir(parents=True)
-    for path in (Path(source, LEASE), *sorted(Path(source, TERMS).glob("*.json"))):
-        if path.is_file():
-            made.append(Path(folder) / path.relative_to(source))
-            shutil.copyfile(path, made[-1])
+    Row(place_of(made[1])).copied(newest, newest.holder, None, {})
+    made += made[1].iterdir()
+    if (lease := Path(source, LEASE)).is_file():
+        made.append(Path(folder, LEASE))
+        shutil.copyfile(lease, made[-1])
     return made[::-1]
 
 

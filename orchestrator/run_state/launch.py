@@ -15,10 +15,8 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents, identity, json_text
@@ -34,11 +32,9 @@ from orchestrator.run_state.progress import Progress, kind_of
 from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
-from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment
+from orchestrator.run_state.stored import GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
-from trainers.checkpoint import committed, fence, layout
-from trainers.checkpoint.committed import Committed
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 
 TIMELINE = "timeline.jsonl"
@@ -66,11 +62,11 @@ def open_launch(
     lease_lost = threading.Event()
     above_term = _latest_term(run_dir)
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
-    tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params, launch=(launch_id, started_at_s))
-    recorded = committed.of_run(layout.folder_of(run_dir), layout.folder_of(run_dir) / CHECKPOINTS)
-    folder, course = RunFolder(run_dir), _course(params)
+    name, launch = run_dir.rstrip("/").rsplit("/", 1)[-1], (launch_id, started_at_s)
+    tracker = Tracker(run_dir, tracking, name, params, launch=launch, driver_term=lease.driver_term)
+    folder, course = RunFolder(run_dir, lease.driver_term), _course(params)
     folder.delete_left()
-    return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
+    return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), course, monotonic)
 
 
 def _course(params: Mapping[str, Any]) -> str:
@@ -81,18 +77,11 @@ def _course(params: Mapping[str, Any]) -> str:
 
 
 def _latest_term(run_dir: str) -> int:
-    """Returns the highest driver term in the launch's state and in the checkpoints. A new term must be higher than this even if
-    the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
+    """Returns the driver term in the launch's state. A new term must be higher than this even if the row was deleted."""
     try:
-        stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+        return (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
     except DamagedDocument:  # reported by `Launch`
-        stored = 0
-    if documents.is_url(run_dir):
-        return stored  # the row has all others
-    try:
-        return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
-    except OSError:
-        return stored  # the lease files still have the term
+        return 0
 
 
 def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -116,7 +105,6 @@ class Launch:
         tracker: Tracker,
         clock: Callable[[], float],
         writer: Writer,
-        recorded: Committed = committed.NOTHING,
         course: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ):
@@ -139,8 +127,8 @@ class Launch:
         self._monotonic = monotonic
         self._stored_at_s = self._looked_at_s = monotonic()
         self._restore()
-        # The trainers keep a record of commits too: it may be newer than a `launch.json` that was lost or damaged.
-        self.progress.committed = self.progress.committed.and_(recorded).and_(Committed(run=uuid.uuid4().hex[:12]))
+        # The row may be newer than a `launch.json` that was lost or damaged.
+        self._committed(lease.committed_step)
 
     def next_generation(self) -> int:
         self.progress.generations += 1
@@ -168,9 +156,13 @@ class Launch:
 
     def saved(self, step: int, path: str) -> None:
         self.progress.checkpoint_step, self.progress.saved_path, self.progress.save_problem = step, path, None
-        self.progress.committed = self.progress.committed.and_(Committed(step=step))
+        self._committed(step)
         # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
+
+    def _committed(self, step: int | None) -> None:
+        known = (known for known in (self.progress.committed_step, step) if known is not None)
+        self.progress.committed_step = max(known, default=None)
 
     def failed(self, past: PastFailure, incident: Incident) -> None:
         self._write_incident(self.progress.add_incident(incident, past))
@@ -197,7 +189,7 @@ class Launch:
         if not self.progress.leave_course(step):
             return False
         self._num_published += 1
-        self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
+        self._write(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
         self.store()
         return True
 
@@ -213,7 +205,7 @@ class Launch:
                 return
             self.tracker.log_artifact(documents.join(self.run_dir, name), "previews")
 
-        self._writer.put(f"the previews of step {about['step']}", write)
+        self._write(f"the previews of step {about['step']}", write)
 
     def publish(self, step: int, metrics: dict[str, float]) -> None:
         # Read here: the write may come much later, if the storage hangs.
@@ -222,7 +214,7 @@ class Launch:
         if (kind := kind_of(metrics)) is not None:
             self.progress.newest[kind] = dict(metrics)
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
-        self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+        self._write(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
 
     def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
         """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
@@ -234,7 +226,7 @@ class Launch:
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
         """Writes something else to the run's folder, from the same background thread."""
-        self._writer.put(name, write)
+        self._write(name, write)
 
     def tick(self) -> None:
         """Called often: stores the state every second, so that the next driver finds the clocks up to date; in a bucket, where
@@ -344,6 +336,8 @@ class Launch:
     # ------------------------------------------------------------------ files
 
     def _write(self, name: str, job: Callable[[], None]) -> None:
+        """The one door for what this driver writes to the run."""
+
         def unless_superseded() -> None:
             # Checked at each write: a driver that was asleep must not overwrite the files of its successor.
             if not self.lease_lost.is_set() and not self.lease.superseded():

@@ -4,8 +4,6 @@
 (`gangway.storage.row`), which exactly one of several drivers that start at once can create, in whatever clusters they run. A
 driver has lost the run as soon as there is a newer term, whether or not it has noticed: it must neither train nor commit.
 
-`driver_terms/NNNNNN.json` says the same to programs and runs of before there was a row. It is read, and written beside it.
-
 Clocks of two machines are never compared. An observer considers the lease of another machine expired when its *stamp* did not
 change for `ttl_s` by the observer's clock. So the first look takes that long, unless the lease was released. For the holder, the
 lease expires by the holder's clock, counted from just before its last renewal was written.
@@ -21,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from gangway.storage import documents
@@ -30,15 +28,14 @@ from gangway.storage.opening import place_of
 from gangway.storage.row import FOLDER, OvertakenError, Record, Row
 from gangway.storage.row import KIND as ROW_KIND
 from orchestrator.run_state.processes import lives, started, this_machine
-from trainers.checkpoint import fence
+from trainers.checkpoint import layout
 
 TTL_S = 15.0
 RENEW_EVERY_S = 4.0
 """Three renewals may fail before the lease runs out."""
 LOOK_EVERY_S = 0.5
-UNKNOWN = "(unknown)"
-LEASE, TERMS = "lease.json", "driver_terms"
-"""The document and the folder of leases, in the run's folder."""
+LEASE = "lease.json"
+"""The document, in the run's folder."""
 Clock = Callable[[], float]
 
 
@@ -134,17 +131,16 @@ def acquire(
             waiting(f"{seen.damaged.partition(';')[0]}; it is passed over: {ROW_KIND.cost}")
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
         mine = _this_driver(max(driver_term, seen.term.driver_term) + 1, launch_id, times)
+        found = partial(layout.without_row, place_of(run_dir))
         try:
-            row.take_over(asdict(mine), mine.driver_term - 1, seen=seen)
+            taken = row.take_over(asdict(mine), mine.driver_term - 1, seen=seen, found=found)
         except OvertakenError:
             continue  # another driver has come since the look
-        # A program that knows no row may have created this term: its own, and a higher one, is to be had by looking again.
-        if LEASE_KIND.create(_term_path(run_dir, mine.driver_term), asdict(mine)):
-            try:
-                LEASE_KIND.read(_lease_path(run_dir))
-            except DamagedDocument as error:  # a folder in its place could not be written over
-                waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
-            return Lease(run_dir, mine, times, ttl_s, on_lost, row)
+        try:
+            LEASE_KIND.read(_lease_path(run_dir))
+        except DamagedDocument as error:  # a folder in its place could not be written over
+            waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
+        return Lease(run_dir, mine, times, ttl_s, on_lost, row, taken.step)
 
 
 def wait_until_free(
@@ -164,8 +160,7 @@ def wait_until_free(
         if holder is None or holder.dead or holder.launch_id == launch_id:
             return driver_term
         lives = holder.surely_lives(times.passed(), ttl_s) or (last_stamp is not None and holder.stamp != last_stamp)
-        # A term that cannot be read names no launch: its holder is waited for.
-        if lives and holder.launch_id != UNKNOWN:
+        if lives:
             raise RunInUse(_in_use_message(run_dir, holder))
         if holder.stamp != last_stamp:
             last_stamp, since_s = holder.stamp, times.passed()
@@ -191,9 +186,18 @@ class Lease:
     """A held lease, renewed by a thread until `release()`. Made by `acquire`."""
 
     def __init__(
-        self, run_dir: str, mine: Holder, times: Time, ttl_s: float, on_lost: Callable[[], None] | None, row: Row | None = None
+        self,
+        run_dir: str,
+        mine: Holder,
+        times: Time,
+        ttl_s: float,
+        on_lost: Callable[[], None] | None,
+        row: Row,
+        committed_step: int | None,
     ):
-        self._row = row or row_of(run_dir)
+        self.committed_step = committed_step
+        """The highest step that was ever committed as the run was taken."""
+        self._row = row
         self._run_dir, self._mine, self._times, self._ttl_s, self._on_lost = run_dir, mine, times, ttl_s, on_lost
         self._renewals = 0
         self._renewed_s = times.passed()
@@ -208,11 +212,6 @@ class Lease:
     def driver_term(self) -> int:
         return self._mine.driver_term
 
-    @property
-    def fence(self) -> str:
-        """The document that exists once the run has a newer driver: then the hosts of this one must not commit anything."""
-        return _term_path(self._run_dir, self.driver_term + 1)
-
     def superseded_by(self, launch_id: str) -> bool:
         """Returns whether the latest driver is newer than this one and of that launch."""
         successor, driver_term = _latest(self._run_dir)
@@ -225,7 +224,7 @@ class Lease:
     def renew(self) -> None:
         """Renews the lease. Raises LeaseLost when the run has a newer driver, StorageError or OSError when the storage does not
         answer."""
-        # Checked by the term files, not by `lease.json`: a late write of ours may have overwritten the successor's `lease.json`.
+        # Checked by the row, not by `lease.json`: a late write of ours may have overwritten the successor's `lease.json`.
         if self._has_successor():
             self._lost = True
             raise LeaseLost(f"{self._run_dir}: term {self.driver_term} has a successor; this driver must stop")
@@ -251,10 +250,7 @@ class Lease:
 
     def _has_successor(self) -> bool:
         """Raises OSError where nobody can tell."""
-        if self._row.newest().term.driver_term > self.driver_term:
-            return True
-        # Of a program that knows no row: such a one cannot have come to a bucket.
-        return not documents.is_url(self.fence) and fence.next_driver(Path(self.fence)) is not None
+        return self._row.newest().term.driver_term > self.driver_term
 
     def _document(self, released: bool = False) -> dict[str, Any]:
         times = {"renewed_at_s": self._times.wall(), "renewed_s": self._times.passed()}
@@ -279,24 +275,12 @@ def _latest(run_dir: str) -> tuple[Holder | None, int]:
     newest = row_of(run_dir).newest()
     if newest.term.driver_term > driver_term:
         holder, driver_term = _in_record(newest), newest.term.driver_term
-    while (claim := _claim(run_dir, driver_term + 1)) is not None:
-        holder, driver_term = claim, driver_term + 1
     return holder, driver_term
 
 
 def _in_record(record: Record) -> Holder | None:
     """Returns the driver that a record names; None for a process without a driver, which holds nothing."""
     return holder_in(dict(record.holder)) if "launch_id" in record.holder else None
-
-
-def _claim(run_dir: str, driver_term: int) -> Holder | None:
-    """Returns the driver with that term; None if there is none."""
-    try:
-        return holder_in(LEASE_KIND.read(_term_path(run_dir, driver_term)))
-    except DamagedDocument:  # it is being written, or its driver died while writing
-        return Holder(
-            driver_term=driver_term, launch_id=UNKNOWN, hostname=UNKNOWN, machine="", pid=0, since_s=0.0, renewed_at_s=0.0
-        )
 
 
 def _this_driver(driver_term: int, launch_id: str, times: Time) -> Holder:
@@ -341,7 +325,3 @@ def holder_in(data: Mapping[str, Any] | None) -> Holder | None:
 
 def _lease_path(run_dir: str) -> str:
     return documents.join(run_dir, LEASE)
-
-
-def _term_path(run_dir: str, driver_term: int) -> str:
-    return documents.join(run_dir, TERMS, f"{driver_term:06}.json")

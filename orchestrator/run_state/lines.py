@@ -1,7 +1,8 @@
 """The lines that a run has written, one after the other: what failed, what happened when, and its metrics.
 
 On a disk they are a file that is appended to. A bucket has nothing to append to: there each time is an object in a folder of the
-file's name, a *part*, and the names of the parts are in order. A copy of such a run on a disk has that folder, too.
+file's name, a *part*, and the names of the parts are in order: by the term of the driver, whatever the clocks of machines say. A
+copy of such a run on a disk has that folder, too.
 """
 
 from __future__ import annotations
@@ -19,22 +20,20 @@ from orchestrator.tracking.spool import FOLDER, SPOOL
 
 READ_BYTES = 16 << 20
 """How much is read at once."""
-_PART = re.compile(r"\d{20}-[0-9a-f]{8}")
+_PART = re.compile(r"\d{28}-[0-9a-f]{8}")
 
 
-def part_name(number: int, token: str) -> str:
-    """Returns the name of a part; by the numbers they are in order. `token`: 8 hexadecimal digits that nobody else takes."""
-    return f"{number:020}-{token}"
+def part_names(driver_term: int) -> Iterator[str]:
+    """Yields the names of the parts that a driver adds, each with a token that nobody else takes."""
+    number = 0
+    while True:
+        number = max(number + 1, time.time_ns())
+        yield f"{driver_term:08}{number:020}-{uuid.uuid4().hex[:8]}"
 
 
 def is_in_parts(file: Place) -> bool:
     """Whether these lines are parts. Raises OSError."""
     return not file.store.is_local or (file.is_dir() and bool(_parts(file)))
-
-
-def add_part(file: Place, text: str) -> None:
-    """Writes lines as the next part. Raises OSError."""
-    (file / part_name(time.time_ns(), uuid.uuid4().hex[:8])).put(text.encode())
 
 
 def of(file: Place) -> Iterator[bytes]:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
 from orchestrator.run_state.summary import training_digest
-from trainers.checkpoint import committed, layout
+from trainers.checkpoint import layout
 
 FILE = OUTCOME_KIND.name
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
@@ -58,7 +59,7 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
         return None
     try:
         outcome, summary = (kind.read(documents.join(run_dir, kind.name)) for kind in (OUTCOME_KIND, SUMMARY_KIND))
-        step = _whole_step(Path(run_dir))
+        step = _whole_step(place_of(run_dir) / CHECKPOINTS)
     except (OSError, documents.StorageError):
         return None  # the launch itself finds out what is wrong, and says so
     if outcome is None or summary is None or step is None:
@@ -70,10 +71,9 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     return step if same or (limit is not None and step >= limit) else None
 
 
-def _whole_step(run_dir: Path) -> int | None:
+def _whole_step(folder: Place) -> int | None:
     """Returns the step of the newest checkpoint, if it is whole and no newer one was ever committed."""
-    folder = run_dir / CHECKPOINTS
     newest = max(layout.steps(folder), default=None)
-    if newest is None or newest != committed.of_run(run_dir, folder).step:
+    if newest is None or newest != layout.row_of(folder).newest().step:
         return None
     return newest if layout.is_whole(layout.at(folder, newest)) else None

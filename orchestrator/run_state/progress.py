@@ -13,7 +13,6 @@ from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, NAME, Entry
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.stored import Moment, clock_step_s
-from trainers.checkpoint.committed import Committed
 
 
 class TimeUsed:
@@ -115,8 +114,8 @@ class Progress:
 
     saved_path: str | None = None
     checkpoint_step: int | None = None
-    committed: Committed = field(default_factory=Committed)
-    """The newest committed checkpoint of the run, over all launches: the checkpoints' folder must show it."""
+    committed_step: int | None = None
+    """The highest step that was ever committed, over all launches: the checkpoints' folder must show it."""
     save_problem: str | None = None
     """Why the last save failed; None if a later one has succeeded."""
     failed_requests: int = 0
@@ -208,7 +207,7 @@ class Progress:
             "saved_path": self.saved_path and identity.inside(self.saved_path, run_dir),
             "saved_at": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
-            "committed": dataclasses.asdict(self.committed),
+            "committed_step": self.committed_step,
             "failed_requests": self.failed_requests,
             "requests": dict(self.requests),
             "published": dict(self.published),
@@ -254,8 +253,7 @@ class Progress:
         self.high_water_step, self.checkpoint_step = state["high_water_step"], state["checkpoint_step"]
         self.failed_requests = state.get("failed_requests", 0)
         self.requests = dict(state.get("requests", {}))
-        recorded = state.get("committed", {"step": self.checkpoint_step})
-        self.committed = Committed(recorded.get("run"), recorded.get("step"))
+        self.committed_step = state["committed_step"]
         self.published, self.course_of_points = state["published"], state.get("course", self.course_of_points)
         self.newest = dict(state.get("newest", {}))
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=is_same, step_s=step_s)

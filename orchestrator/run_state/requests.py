@@ -10,9 +10,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 from gangway.storage import documents, ours
@@ -49,15 +47,18 @@ def send(run_dir: str, kind: Kind, launch_id: str) -> str:
 
 
 def take(run_dir: str, launch_id: str) -> list[Request]:
-    """Returns the requests to this launch, and deletes all that there are: those to an earlier launch came too late. Raises
-    OSError."""
+    """Returns the requests to this launch, and deletes all that there are: those to an earlier launch came too late. A link that
+    somebody has planted is none. Raises OSError."""
     found = []
-    for path in _paths(run_dir):
-        request = _read(path)
+    folder = place_of(run_dir) / FOLDER
+    for name in sorted(entry.name for entry in folder.list() if "/" not in entry.name and MARK.is_on(folder / entry.name)):
+        if folder.store.is_local and (folder / name).path.is_symlink():
+            continue
+        request = _read(folder / name)
         if request is not None and request.launch_id == launch_id:
             found.append(request)
         # After it was read: of two drivers, the one that is superseded must not take a request with it.
-        ours.delete(path, MARK)
+        ours.delete(folder / name, MARK)
     return sorted(found, key=lambda request: request.at_s)
 
 
@@ -66,19 +67,7 @@ def is_waiting(path: str) -> bool:
     return documents.exists(path)
 
 
-def _paths(run_dir: str) -> Sequence[str | Place]:
-    folder = documents.join(run_dir, FOLDER)
-    if documents.is_url(folder):
-        place = place_of(folder)
-        return [place / entry.name for entry in place.list() if MARK.is_on(place / entry.name)]
-    try:
-        names = sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return []
-    return [path for name in names if MARK.is_on(Path(path := documents.join(folder, name)))]
-
-
-def _read(path: str | Place) -> Request | None:
+def _read(path: Place) -> Request | None:
     """Returns the request in a document; None if it is none that this version knows."""
     try:
         found = KIND.read(path)

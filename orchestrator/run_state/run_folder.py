@@ -26,10 +26,12 @@ WRITTEN_IN = ("", row.FOLDER, row.CHECKPOINTS, "tracking", "requests")
 
 
 class RunFolder:
-    """The folder of a run. Every method may wait for the storage, and raises OSError when it fails."""
+    """The folder of a run. Every method may wait for the storage, and raises OSError when it fails. Who appends to it has the
+    term of a driver."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, driver_term: int = 0):
         self.path = path
+        self._parts = lines.part_names(driver_term)
 
     def read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Returns a document; None if there is none. Raises DamagedDocument or NewerDocument."""
@@ -47,7 +49,7 @@ class RunFolder:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
         if lines.is_in_parts(place_of(path)):
-            lines.add_part(place_of(path), text)
+            (place_of(path) / next(self._parts)).put(text.encode())
             return
         if durable.is_in_the_way(path):
             set_aside(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NotRequired, TypedDict
 
 from gangway.storage.documents import DocumentKind
-from trainers.checkpoint import committed
 
 STATE, GANG = "launch.json", "gang.json"
 CHECKPOINTS = "checkpoints"
@@ -57,7 +56,7 @@ class _State(TypedDict):
     checkpoint_step: int | None
     max_steps: NotRequired[int | None]
     trained_step: NotRequired[int]
-    committed: NotRequired[committed.Committed]
+    committed_step: int | None
     failed_requests: NotRequired[int]
     requests: NotRequired[dict[str, int]]
     published: dict[str, int]

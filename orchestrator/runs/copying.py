@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,27 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents, ours, row
-from gangway.storage.opening import place_of
 from gangway.storage.probe import check_writable
 from gangway.storage.row import Kept, Row
 from gangway.storage.store import Place
 from orchestrator.config.locate import NoRunError, is_run
 from orchestrator.run_state import incident_log, lines, requests
 from orchestrator.run_state.launch import TIMELINE
-from orchestrator.run_state.lease import LEASE_KIND, TERMS
+from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.run_state.stored import CHECKPOINTS, GANG, STATE, STATE_KIND
 from orchestrator.tracking import of_bucket
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
-from trainers.checkpoint import committed, copied, layout, manifest, standing
-from trainers.checkpoint.committed import Committed
+from trainers.checkpoint import copied, layout, manifest
 from trainers.checkpoint.manifest import Manifest
-from trainers.checkpoint.standing import Folder
 
 READ_BYTES = 16 << 20
 SAVED = (CHECKPOINTS, layout.MODELS_FOLDER)
 OF_A_PLACE = {
-    *(row.FOLDER, TERMS, requests.FOLDER, GANG, LEASE_KIND.name, STATE, copied.KIND.name, committed.FILE),
+    *(row.FOLDER, requests.FOLDER, GANG, LEASE_KIND.name, STATE, copied.KIND.name),
     *SAVED,
 }
 """What is not copied as it is: who has the run, and what is committed where."""
@@ -75,10 +73,7 @@ def copy_run(source: Place, target: Place) -> Report:
             )
         if state is not None:
             STATE_KIND.write(target / STATE, _state(state, target, step, kept[CHECKPOINTS]))
-        if step is not None and target.store.is_local:
-            run = committed.of_run(_folder(source), _folder(source) / CHECKPOINTS).run
-            for folder in (_folder(target), _folder(target) / CHECKPOINTS):
-                committed.write(folder, Committed(run, step))
+            _give_rights(source / STATE, target / STATE)
         last.copied(record, {"hostname": socket.gethostname(), "pid": os.getpid()}, step, kept)
     documents.delete(target / copied.KIND.name)
     report.saved = {name: sorted(last.newest().of(name)) for name in SAVED}
@@ -100,16 +95,12 @@ def _take(source: Place, target: Place) -> None:
         copied.KIND.write(target / copied.KIND.name, {"source": source.url})
 
 
-def _folder(place: Place) -> Folder:
-    return layout.folder_of(place.url)
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 
 def _saved(source: Place, target: Place, name: str, report: Report) -> dict[int, Kept]:
     """Copies the checkpoints, or the models, in the folder `name`. Returns what the record of the copy says of them."""
-    folder, kept = _folder(source / name), dict[int, Kept]()
+    folder, kept = source / name, dict[int, Kept]()
     for step in reversed(layout.steps(folder)):
         path = layout.at(folder, step)
         try:
@@ -120,31 +111,31 @@ def _saved(source: Place, target: Place, name: str, report: Report) -> dict[int,
     return kept
 
 
-def _one(source: Folder, target: Place, step: int, report: Report) -> Kept:
+def _one(source: Place, target: Place, step: int, report: Report) -> Kept:
     """Copies a checkpoint. Raises DamagedError if it is not whole."""
     content = manifest.read(source)
     if problems := list(content.problems(source, content.files, digest_up_to=0)):
         raise manifest.DamagedError("; ".join(problems[:3]))
     # The same name at each try: what the last one has left is completed.
     token = hashlib.sha256(f"{source}".encode()).hexdigest()[:8]
-    name = str(step) if target.store.is_local else standing.name_for(step, row.NO_DRIVER, token)
+    name = layout.name_for(step, row.NO_DRIVER, token)
     place = target / name
     if (digest := _complete(place, content)) is not None:
         return Kept(name, digest)
     found = dict[str, manifest.Entry]()
     for file, entry in content.files.items():
-        found[file] = _copy(place_of(str(source)) / file, place / file, report)
+        found[file] = _copy(source / file, place / file, report)
         if found[file].size != entry.size or (not entry.sha256.startswith(manifest.TAG) and found[file] != entry):
             ours.delete(place / file, ours.among("what this command has just copied", [place / file]))
             raise manifest.DamagedError(f"the contents of {file} are not those that were saved (digests differ)")
-    return Kept(name, manifest.write(_folder(place), _arrived(place, replace(content, files=found))))
+    return Kept(name, manifest.write(place, _arrived(place, replace(content, files=found))))
 
 
 def _arrived(place: Place, sent: Manifest) -> Manifest:
     """Returns the manifest of what has arrived. Raises OSError if anything has not."""
-    if place.store.is_local:  # each file was synced to the disk
+    if not place.store.tags_last:  # each file was synced to the disk
         return replace(sent, at="")
-    tags = manifest.tagged(place, sent.step, sent.committed_s)
+    tags = manifest.of_files(place, sent.step, sent.committed_s, {})
     there = {file: entry for file, entry in tags.files.items() if file in sent.files}
     if wrong := [file for file, entry in sent.files.items() if file not in there or there[file].size != entry.size]:
         raise OSError(f"{place.url}: {', '.join(wrong)} did not arrive whole; give the command again")
@@ -154,13 +145,13 @@ def _arrived(place: Place, sent: Manifest) -> Manifest:
 def _complete(place: Place, content: Manifest) -> str | None:
     """Returns the digest of the manifest of a checkpoint that an earlier try has copied; None if it is not all there."""
     try:
-        there = manifest.read(_folder(place))
+        there = manifest.read(place)
     except manifest.DamagedError:
         return None
     about = [(found.committed_s, {name: entry.size for name, entry in found.files.items()}) for found in (there, content)]
-    if about[0] != about[1] or list(there.problems(_folder(place), there.files, digest_up_to=manifest.SMALL_BYTES)):
+    if about[0] != about[1] or list(there.problems(place, there.files, digest_up_to=manifest.SMALL_BYTES)):
         return None
-    return manifest.digest_of(_folder(place))
+    return manifest.digest_of(place)
 
 
 # ---------------------------------------------------------------------- all else
@@ -178,7 +169,7 @@ def _everything_else(source: Place, target: Place, report: Report) -> None:
                 _segments(source / entry.name, target, entry.size)
         elif to_bucket and not from_bucket and entry.name in LINES:
             data = source.store.get_part((source / entry.name).key, 0, entry.size) or b""
-            (target / entry.name / lines.part_name(0, "0" * 8)).put(data)
+            (target / entry.name / next(lines.part_names(0))).put(data)
         elif entry.size or not to_bucket:
             _copy(source / entry.name, target / entry.name, report, entry.size)
 
@@ -190,7 +181,7 @@ def _segments(file: Place, target: Place, size: int) -> None:
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             break
-        (target / TRACKING / of_bucket.SEGMENTS / f"{offset:015}-{'0' * 8}.jsonl").put(whole)
+        (target / TRACKING / of_bucket.SEGMENTS / of_bucket.name_for(0, offset)).put(whole)
         offset += len(whole)
 
 
@@ -210,8 +201,16 @@ def _copy(source: Place, target: Place, report: Report, size: int | None = None)
                 digest.update(part)
                 done += len(part)
         target.store.upload(target.key, path)
+    _give_rights(source, target)
     report.num_files, report.num_bytes = report.num_files + 1, report.num_bytes + done
     return manifest.Entry(done, digest.hexdigest())
+
+
+def _give_rights(source: Place, target: Place) -> None:
+    """Whoever could not read a file of the run, or its folder, cannot read the copy."""
+    if source.store.is_local and target.store.is_local:
+        for one, other in ((source.path, target.path), (source.path.parent, target.path.parent)):
+            os.chmod(other, stat.S_IMODE(os.stat(one).st_mode))
 
 
 @contextmanager
@@ -223,8 +222,7 @@ def _temporary() -> Iterator[Path]:
 def _state(state: dict[str, Any], target: Place, step: int | None, kept: dict[int, Kept]) -> dict[str, Any]:
     """Returns `launch.json` of the copy: its paths are those of the copy, and what was not copied is not committed there."""
     path = None if step is None else target / CHECKPOINTS / kept[step].folder
-    record = Committed(**state.get("committed", {}))
-    changes: dict[str, Any] = {"checkpoint_step": step, "committed": {"run": record.run, "step": step}}
+    changes: dict[str, Any] = {"checkpoint_step": step, "committed_step": step}
     if path is None:
         return {**state, **changes, "saved_path": None, "saved_at": None}
     inside = f"{CHECKPOINTS}/{path.name}" if target.store.is_local else path.url

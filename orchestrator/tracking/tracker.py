@@ -40,8 +40,10 @@ class Tracker:
         params: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
         launch: tuple[str, float] | None = None,
+        driver_term: int = 0,
     ):
-        """`launch`: the id and the beginning, in unix seconds, of the launch that these parameters belong to."""
+        """`launch`: the id and the beginning, in unix seconds, of the launch that these parameters belong to. `driver_term`: that
+        of the driver, by which what it writes to a bucket is in order."""
         self._run_dir = identity.local_folder(run_dir)
         """On this machine: for a run in a bucket, the folder that stands for it."""
         self._folder = documents.join(self._run_dir, FOLDER)
@@ -57,7 +59,8 @@ class Tracker:
         self._clock = clock
         self._not_numbers: set[str] = set()
         self._spool = Spool(documents.join(self._folder, SPOOL))
-        self._segments = Segments(run_dir, documents.join(self._folder, SPOOL)) if documents.is_url(run_dir) else None
+        spool = documents.join(self._folder, SPOOL)
+        self._segments = Segments(run_dir, spool, driver_term) if documents.is_url(run_dir) else None
         self._shipper: ShipperProcess | None = None
         self._closed = False
         self._model: dict[str, Any] | None = None

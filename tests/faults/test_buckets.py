@@ -21,9 +21,10 @@ from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
 from tests import ROOT, fuzz
 from tests.programs.processes import PATIENCE_S, wait_while_running
+from tests.saved import saved
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import layout, manifest, standing
+from trainers.checkpoint import layout, manifest
 
 WINGS = ("gangway/storage", "trainers/checkpoint", "orchestrator/run_state")
 
@@ -41,7 +42,7 @@ def stores():
 @pytest.fixture
 def bucket(request, stores, monkeypatch):
     stores[request.param].set(monkeypatch)
-    standing._rows.clear()
+    layout._rows.clear()
     return stores[request.param]
 
 
@@ -51,7 +52,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={folder}", "tracking.mlflow=false"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_S, capture_output=True)
-    return manifest.read_meta(folder / "tiny" / "checkpoints" / str(STEPS))["fingerprints"]
+    return manifest.read_meta(place_of(saved(folder / "tiny", STEPS)))["fingerprints"]
 
 
 @pytest.fixture
@@ -113,9 +114,9 @@ class Job:
                     process.kill()
 
     def last_meta(self):
-        standing._rows.clear()
+        layout._rows.clear()
         folder = self.run / "checkpoints"
-        return manifest.read_meta(layout.at(folder, layout.steps(folder)[-1]))
+        return manifest.read_meta(layout.at(place_of(folder), layout.steps(place_of(folder))[-1]))
 
     def summary(self):
         return json.loads((self.run / "summary.json").get())
@@ -140,7 +141,7 @@ def check_whole(job, undisturbed, *kinds):
     assert job.saved()[-1] == STEPS
     assert max(Counter(job.commits()).values()) == 1, job.commits()
     # The state of the last save at least: its hosts have sent it, and told so at their end.
-    assert summary["requests"]["bytes_out"] > manifest.read(layout.at(job.run / "checkpoints", STEPS)).num_bytes
+    assert summary["requests"]["bytes_out"] > manifest.read(layout.at(place_of(job.run / "checkpoints"), STEPS)).num_bytes
     assert [segment.name for segment in (job.run / "tracking" / "segments").list()]
     return summary
 

@@ -17,7 +17,7 @@ from orchestrator import gangway
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.stores.contract import buckets
-from trainers.checkpoint import standing
+from trainers.checkpoint import layout
 
 WINGS = ("orchestrator/runs", "orchestrator/report", "gangway/storage", "trainers/commands")
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow("trains two jobs")]
 def bucket(monkeypatch):
     with buckets() as found:
         found["gs"].set(monkeypatch)
-        standing._rows.clear()
+        layout._rows.clear()
         yield found["gs"]
 
 
@@ -46,7 +46,7 @@ def call(bucket, tmp_path, monkeypatch, capsys):
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             capsys.readouterr()
-            standing._rows.clear()  # as in a process of its own
+            layout._rows.clear()  # as in a process of its own
             status, printed = gangway.main(words), capsys.readouterr()
             if status == 0:
                 return printed.out

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from gangway.errors import CheckpointUnavailableError
+from gangway.storage.opening import place_of
 from tests.programs import checkpointing
-from trainers.checkpoint import manifest
+from trainers.checkpoint import layout, manifest
 
 # When one array cannot be read, Orbax drops the coroutines that read the others.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -36,6 +37,13 @@ def saved(tmp_path_factory):
     states = {step: manager.save_now(step) for step in (10, 20)}
     assert manager.saved == [10, 20]
     return folder, states, manager
+
+
+def copied(folder: Path, run: Path, manager: checkpointing.Recording) -> None:
+    """Lets the manager work in a copy of the run."""
+    shutil.copytree(folder.parent, run)
+    manager._owner.folder = place_of(run / folder.name)
+    manager._owner._row = layout.row_of(manager.folder)
 
 
 def files_of(kind: str, checkpoint: Path) -> list[Path]:
@@ -68,9 +76,8 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(saved, tmp_pat
     folder, states, manager = saved
     dice = random.Random(f"{damage} {victim}")
     for case in range(CASES_PER_KIND):
-        manager._owner.folder = tmp_path / str(case)
-        shutil.copytree(folder, manager.folder)
-        done = inflict(damage, dice.choice(files_of(victim, manager.folder / "20")), dice)
+        copied(folder, tmp_path / str(case), manager)
+        done = inflict(damage, dice.choice(files_of(victim, checkpointing.at(manager.folder, 20))), dice)
         restored = manager.restore(checkpointing.abstract(states[20]))
         step = int(restored.state.step)
         assert checkpointing.same(restored.state, states[step]), done
@@ -88,22 +95,20 @@ def test_nor_is_one_that_has_no_manifest_to_tell(saved, tmp_path, damage, victim
     folder, states, manager = saved
     dice = random.Random(f"last resort {damage} {victim}")
     for case in range(CASES_PER_KIND):
-        manager._owner.folder = tmp_path / str(case)
-        shutil.copytree(folder, manager.folder)
+        copied(folder, tmp_path / str(case), manager)
         for step in (10, 20):
-            (manager.folder / str(step) / manifest.MANIFEST_FILE).unlink()
-        done = inflict(damage, dice.choice(files_of(victim, manager.folder / "20")), dice)
+            (checkpointing.at(manager.folder, step) / manifest.MANIFEST_FILE).unlink()
+        done = inflict(damage, dice.choice(files_of(victim, checkpointing.at(manager.folder, 20))), dice)
         restored = manager.restore(checkpointing.abstract(states[20]))
         step = int(restored.state.step)
         assert checkpointing.same(restored.state, states[step]), done
-        assert "not completely committed" in manager.notes[-1]
+        assert "has no manifest any more" in manager.notes[-1]
 
 
 def test_with_every_checkpoint_damaged_it_does_not_start_from_nothing(saved, tmp_path):
     folder, states, manager = saved
-    manager._owner.folder = tmp_path / "checkpoints"
-    shutil.copytree(folder, manager.folder)
+    copied(folder, tmp_path / "run", manager)
     for step in (10, 20):
-        (manager.folder / str(step) / manifest.META_FILE).unlink()
+        (checkpointing.at(manager.folder, step) / manifest.META_FILE).unlink()
     with pytest.raises(CheckpointUnavailableError, match=r"step 20: meta.json is missing; step 10: meta.json is missing"):
         manager.restore(checkpointing.abstract(states[20]))

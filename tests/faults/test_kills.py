@@ -13,6 +13,7 @@ import pytest
 from orchestrator.faultlab.testbed.screen import asked_by_hangup
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
+from tests.saved import saved
 from tests.strikes import Folder
 
 WINGS = (
@@ -43,8 +44,8 @@ def wait_until(condition, process, tmp_path):
     wait_while_running(condition, process, (tmp_path / "console.log").read_text)
 
 
-def saved(tmp_path, step):
-    return (tmp_path / "tiny" / "checkpoints" / str(step)).exists
+def has_saved(tmp_path, step):
+    return lambda: saved(tmp_path / "tiny", step).exists()
 
 
 @pytest.mark.slow("trains a whole job")
@@ -53,7 +54,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
     """To the process group, as from a terminal that is closed, `timeout` and batch systems: the Ray of the command goes on."""
     process = start(tmp_path, "max_num_steps=100000")
     try:
-        wait_until(saved(tmp_path, 20), process, tmp_path)
+        wait_until(has_saved(tmp_path, 20), process, tmp_path)
         os.killpg(process.pid, number)
         assert process.wait(PATIENCE_S) == 3
     finally:
@@ -75,7 +76,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
 def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
     process = start(tmp_path, "max_num_steps=100000")
     try:
-        wait_until(saved(tmp_path, 20), process, tmp_path)
+        wait_until(has_saved(tmp_path, 20), process, tmp_path)
         command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}"]
         second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
         assert second.returncode == 2
@@ -93,7 +94,7 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 150 when it is killed
     process = start(tmp_path, "max_num_steps=100000", f"hosts.env.GANGWAY_FAULTS={slow.path}")
-    wait_until(saved(tmp_path, 40), process, tmp_path)
+    wait_until(has_saved(tmp_path, 40), process, tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     again = start(tmp_path, "max_num_steps=150", "checkpoint.save_steps=1000")

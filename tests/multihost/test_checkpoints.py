@@ -9,9 +9,11 @@ import jax
 import pytest
 from flax import nnx
 
+from gangway.storage.opening import place_of
 from tests.multihost import harness
 from tests.programs.processes import PATIENCE_S
 from tests.programs.tiny import TableTask
+from tests.saved import saved
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets, layout, manifest
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -51,7 +53,7 @@ def test_a_state_is_saved_by_two_hosts_and_loaded_again(tmp_path):
     hosts = harness.run(arguments(tmp_path, trainer=f"{HERE}:SavesAndLoads"), tmp_path / "logs", hosts=2, devices_per_host=1)
     for host in hosts:
         assert [note["message"] for note in host.of("note")] == ["the same bits"]
-    folder = tmp_path / "saved"
+    folder = place_of(tmp_path / "saved")
     content = manifest.read(folder)
     assert sorted(content.files) == manifest.names_below(folder)
     assert list(content.problems(folder, content.files, digest_up_to=None)) == []
@@ -65,9 +67,9 @@ def test_models_are_saved_by_two_hosts_beside_their_checkpoints(tmp_path):
     for host in harness.run(given, tmp_path / "logs", hosts=2, devices_per_host=1):
         assert [event["step"] for event in host.of("saved")] == [3, 6]
         assert host.of("note") == []
-    assert layout.steps(tmp_path / "run" / "models") == [5, 6]
+    assert layout.steps(place_of(tmp_path / "run" / "models")) == [5, 6]
     for step in (5, 6):
-        folder = tmp_path / "run" / "models" / str(step)
+        folder = place_of(saved(tmp_path / "run", step, "models"))
         content = manifest.read(folder)
         assert list(content.problems(folder, content.files, digest_up_to=None)) == []
         assert {name.split("/")[1] for name in content.files if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -83,7 +85,7 @@ def go_on(trained, tmp_path, **changes):
 @pytest.mark.slow("starts the processes of several hosts")
 def test_all_files_of_both_hosts_are_in_the_manifest(trained):
     for step in (3, 6):
-        folder = trained / "run" / "checkpoints" / str(step)
+        folder = place_of(saved(trained / "run", step))
         content = manifest.read(folder)
         assert sorted(content.files) == manifest.names_below(folder)
         assert list(content.problems(folder, content.files, digest_up_to=None)) == []
@@ -93,8 +95,8 @@ def test_all_files_of_both_hosts_are_in_the_manifest(trained):
 @pytest.mark.slow("starts the processes of several hosts")
 def test_damage_that_one_host_finds_makes_both_take_the_older(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
-    damaged = tmp_path / "run" / "checkpoints" / "6"
-    (damaged / manifest.names_below(damaged)[1::2][-1]).unlink()  # of the files that host 1 looks at
+    damaged = saved(tmp_path / "run", 6)
+    (damaged / manifest.names_below(place_of(damaged))[1::2][-1]).unlink()  # of the files that host 1 looks at
     for event in go_on(tmp_path, tmp_path / "again"):
         assert event["step"] == 3
         assert [bad["step"] for bad in event["skipped"]] == [6]
@@ -115,7 +117,7 @@ def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_p
         assert [event["step"] for event in host.of("save_failed")] == [3]
         assert host.of("save_failed")[0]["error"] == "host 1: OSError: [Errno 5] Input/output error"
         assert host.of("saved")[-1]["step"] == 6
-    assert layout.on_the_way(tmp_path / "run" / "checkpoints") == []
+    assert layout.unfinished(place_of(tmp_path / "run" / "checkpoints")) == []
 
 
 def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path):
@@ -195,8 +197,8 @@ class UnmountedOnHost1(ShardedTableTask):
         from trainers.checkpoint import manager
 
         super().__init__(arguments)
-        real = manager.layout.folder_of
-        manager.layout.folder_of = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
+        real = manager.place_of
+        manager.place_of = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
 
 
 class UnreadableOnHost1(ShardedTableTask):
@@ -204,7 +206,7 @@ class UnreadableOnHost1(ShardedTableTask):
 
     def __init__(self, arguments):
         super().__init__(arguments)
-        replace_once("read", lambda folder: folder.parent.name == "6")
+        replace_once("read", lambda folder: folder.parent.name.startswith("6-"))
 
 
 class UnwritableOnceOnHost1(ShardedTableTask):

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gangway.storage.opening import place_of
+from gangway.storage.row import Row
 from tests.multihost import harness
 from tests.multihost.test_hosts import arguments
 
@@ -86,7 +88,7 @@ def test_what_a_precompilation_compiled_is_not_compiled_again(tmp_path):
     # An executable and the note of what it was made from; one for both hosts, whichever place they have.
     assert sorted(name.partition("-")[0] for name in precompiled) == ["fingerprints"] * 2 + ["train_step"] * 2
     assert not Path(made.storage, made.name).exists()
-    orders = {"skip_batches": [1], "stop_at": 4, "fence": str(tmp_path / "none")}
+    orders = {"skip_batches": [1], "stop_at": 4}
     trained = harness.run(made, tmp_path / "run", **about, **orders)
     assert precompiled.items() <= written(programs).items()
     assert [name for name in written(programs).keys() - precompiled.keys() if not name.startswith("eval_step")] == []
@@ -130,15 +132,20 @@ def test_a_notice_on_one_host_makes_all_save_and_stop_at_one_step(tmp_path):
     assert saved == [ends[0][1]] * 2
 
 
-def test_a_fence_ordered_while_it_trains_forbids_checkpoints(tmp_path):
-    fence = tmp_path / "taken"
-    fence.touch()
-    hosts = harness.start(eight(tmp_path, max_num_steps=100_000, checkpoint={}), tmp_path / "logs", hosts=1, devices_per_host=1)
+def test_another_driver_forbids_checkpoints_until_it_has_taken_the_process_over(tmp_path):
+    made = eight(tmp_path, max_num_steps=100_000, checkpoint={})
+    row = Row(place_of(made.run_folder) / "row")
+    row.take_over({"hostname": "first"})
+    hosts = harness.start(made, tmp_path / "logs", hosts=1, devices_per_host=1, driver_term=1)
     hosts[0].wait_for("first_step")
-    hosts[0].child.send({"cmd": "fence", "path": str(fence)})
+    row.take_over({"hostname": "second"})
     hosts[0].child.send({"cmd": "save"})
-    assert str(fence) in hosts[0].wait_for("save_failed")["error"]
+    assert "the run belongs to driver term 2, generation 0 on second" in hosts[0].wait_for("save_failed")["error"]
     assert hosts[0].of("saved") == []
+    hosts[0].child.send({"cmd": "taken_over", "driver_term": 2})
+    hosts[0].child.send({"cmd": "save"})
+    hosts[0].wait_for("saved")
+    assert row.newest().term == (2, 0)
     harness.kill(hosts)
 
 

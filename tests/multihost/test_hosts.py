@@ -10,6 +10,7 @@ import pytest
 from tests.multihost import harness
 from tests.programs.mistaken import mistake
 from tests.programs.processes import PATIENCE_S
+from tests.saved import saved
 from trainers.config.arguments import TrainingArguments, from_dict
 
 WINGS = ("trainers/runtime", "trainers/loop", "trainers/parallel", "trainers/worker.py")
@@ -108,7 +109,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_hosts(tmp_path):
     from tests.unit.training import flip_a_byte
 
     harness.run(arguments(tmp_path), tmp_path / "first", hosts=2, devices_per_host=1)
-    flip_a_byte(tmp_path / "run" / "checkpoints" / "6" / "state")
+    flip_a_byte(saved(tmp_path / "run", 6) / "state")
     hosts = harness.run(arguments(tmp_path, max_num_steps=7), tmp_path / "second", hosts=2, devices_per_host=1)
     for host in hosts:
         assert host.of("restored")[0]["step"] == 3

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
+from gangway.storage.opening import place_of
 from tests.multihost import harness
 from tests.multihost.test_checkpoints import ShardedTableTask, arguments, failure
+from tests.saved import saved
 from trainers.checkpoint import manifest
 
 WINGS = ("trainers/checkpoint", "trainers/loop")
@@ -43,19 +45,19 @@ def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits
     assert [len(each) for each in notes] == [1, 0]
     assert digest(whole) != digest(trained(tmp_path / "seed", None))
     slow = settings(tmp_path / "cut", str(source), task=f"{HERE}:WaitsAt", max_num_steps=6)
-    for saved in (False, True):
+    for has_saved in (False, True):
         hosts = harness.start(
-            slow, tmp_path / f"cut-{saved}", hosts=2, devices_per_host=1, env={"WAIT_AT": "5" if saved else "2"}
+            slow, tmp_path / f"cut-{has_saved}", hosts=2, devices_per_host=1, env={"WAIT_AT": "5" if has_saved else "2"}
         )
         for host in hosts:
-            host.wait_for("saved" if saved else "first_step")
+            host.wait_for("saved" if has_saved else "first_step")
         harness.kill(hosts)
-        assert (tmp_path / "cut" / "run" / "checkpoints" / "4").exists() == saved
+        assert saved(tmp_path / "cut" / "run", 4).exists() == has_saved
     ended = trained(tmp_path / "cut", str(source))
     assert [event["step"] for event in ended[0].of("restored")] == [4]
     assert digest(ended) == digest(whole)
-    meta = manifest.read_meta(tmp_path / "cut" / "run" / "checkpoints" / "6")
-    assert meta["init_from"]["checkpoint"] == f"{source}/checkpoints/3"
+    meta = manifest.read_meta(place_of(saved(tmp_path / "cut" / "run", 6)))
+    assert meta["init_from"]["checkpoint"] == str(saved(source, 3))
 
 
 def test_what_one_host_does_not_see_both_say(source, tmp_path):
@@ -63,7 +65,7 @@ def test_what_one_host_does_not_see_both_say(source, tmp_path):
     shutil.copytree(source, copy)
     changed = settings(tmp_path, str(copy), task=f"{HERE}:NotSeenByHost1")
     told = failure(harness.start(changed, tmp_path / "first", hosts=2, devices_per_host=1))
-    assert told["message"] == f"init_from: host 1: there is no {copy}-away/checkpoints/3"
+    assert told["message"] == f"init_from: host 1: there is no {copy}-away/checkpoints/{saved(copy, 3).name}"
     assert (told["kind"], told["deterministic"]) == ("storage", False)
     wrong = settings(tmp_path, {"path": str(copy), "rename": [["out", "head"]]})
     told = failure(harness.start(wrong, tmp_path / "second", hosts=2, devices_per_host=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.multihost import harness
 from tests.multihost.test_checkpoints import arguments
@@ -50,7 +51,7 @@ def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits
     assert harness.result(ended[0])["params_digest"] == harness.result(whole[0])["params_digest"]
     notes = [[event["message"] for event in host.of("note") if "frozen weights" in event["message"]] for host in whole]
     assert [len(each) for each in notes] == [1, 0]
-    meta = manifest.read_meta(tmp_path / "cut" / "run" / "checkpoints" / "6")
+    meta = manifest.read_meta(place_of(saved(tmp_path / "cut" / "run", 6)))
     assert meta["frozen"]["base"]["checkpoint"] == BASE
     assert all("_lora_" in name for name in meta["shapes"] if name.startswith(".params"))
 

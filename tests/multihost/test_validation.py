@@ -12,6 +12,7 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.tiny import TableTask, numbers
+from tests.saved import saved
 from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_model
 from trainers.step.state import initial_parameters
@@ -52,12 +53,12 @@ def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path)
     assert evaluations[0]["eval_loss"] == pytest.approx(loss_at_start(made), rel=1e-5)
     assert first["best_score_step"] == second["best_score_step"] == 0  # the worst loss, as asked for
     run_folder = tmp_path / made.name
-    assert sorted(os.listdir(run_folder / "checkpoints")) == ["4", "committed.json"]
-    assert sorted(os.listdir(run_folder / "models")) == ["2"]
+    assert [name.partition("-")[0] for name in os.listdir(run_folder / "checkpoints")] == ["4"]
+    assert [name.partition("-")[0] for name in os.listdir(run_folder / "models")] == ["2"]
     shapes = jax.eval_shape(lambda: initial_parameters(TableTask(made), made.seed))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes)
-    params, meta = load_model(str(run_folder / "models" / "2"), placed)
+    params, meta = load_model(str(saved(run_folder, 2, "models")), placed)
     assert meta["step"] == 2
     assert np.isfinite(params["embed"]).all()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.checkpoint.committed import FILE, NOTHING, Committed
-from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from gangway.storage.opening import place_of
+from gangway.storage.row import NO_DRIVER, WriterTerm
+from trainers.checkpoint import layout
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
@@ -55,16 +57,32 @@ def manager(
     *,
     keep: int = 3,
     retention: Retention | None = None,
-    ordered: Committed = NOTHING,
+    ordered_step: int | None = None,
     term: WriterTerm = NO_DRIVER,
     storage_patience_s: float | None = None,
 ) -> Recording:
-    return Recording(str(folder), keep, retention, ordered, term, storage_patience_s)
+    """With a term, its driver takes the run over first, if it has not done so."""
+    row = layout.row_of(place_of(folder))
+    if row.newest().term.driver_term < term.driver_term:
+        row.take_over({}, term.driver_term - 1, found=lambda: layout.without_row(place_of(folder).parent))
+    return Recording(str(folder), keep, retention, ordered_step, term, storage_patience_s)
 
 
 def names(folder) -> list[str]:
-    """What lies in the folder beside the record of what was committed, and the claim on it."""
-    return sorted(name for name in os.listdir(folder) if name != FILE and not name.startswith("claimed-"))
+    """What lies in the folder: of a checkpoint that is committed the step, and of all else the name."""
+    place = place_of(folder)
+    committed = {kept.folder: str(step) for step, kept in layout.committed_in(place_of(place)).items()}
+    return sorted(committed.get(name, name) for name in os.listdir(place.path))
+
+
+def at(folder, step: int) -> Path:
+    """The folder of the checkpoint of a step on this machine."""
+    return layout.at(place_of(folder), step).path
+
+
+def take_over(folder) -> int:
+    """Another driver takes the run over; returns its term."""
+    return layout.row_of(place_of(folder)).take_over({"hostname": "elsewhere"}).term.driver_term
 
 
 class Recording(CheckpointManager):
@@ -75,7 +93,7 @@ class Recording(CheckpointManager):
         folder: str,
         keep: int,
         retention: Retention | None,
-        ordered: Committed,
+        ordered_step: int | None,
         term: WriterTerm,
         storage_patience_s: float | None,
     ):
@@ -90,7 +108,7 @@ class Recording(CheckpointManager):
             on_saved=lambda step, path: self.saved.append(step),
             on_failed=lambda step, error: self.failed.append((step, error)),
             note=self.notes.append,
-            ordered=ordered,
+            ordered_step=ordered_step,
             term=term,
             storage_patience_s=storage_patience_s,
         )

@@ -13,6 +13,7 @@ from orchestrator.config.job import ConfigError, load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
 from tests.ray.machines import own_ray
+from tests.saved import saved
 from tests.strikes import Folder
 from trainers.base import BaseTrainer
 from trainers.config.arguments import load_object
@@ -113,7 +114,7 @@ def test_preferences_are_learned_against_the_run_that_they_begin_with(tmp_path):
 
 
 def fingerprints(run_dir, step):
-    found = json.loads((run_dir / "checkpoints" / str(step) / "meta.json").read_text())["fingerprints"]
+    found = json.loads((saved(run_dir, step) / "meta.json").read_text())["fingerprints"]
     return {name: value for name, value in found.items() if name.startswith(".params")}
 
 

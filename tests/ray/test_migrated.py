@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from gangway.storage.opening import place_of
 from orchestrator.config.job import load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
 from tests.ray.machines import own_ray
+from tests.saved import saved
 from tests.strikes import Folder
 from trainers.checkpoint import manifest
 
@@ -52,8 +54,8 @@ def test_a_migrated_script_that_is_killed_once_ends_like_an_undisturbed_run(tmp_
 
 
 def fingerprints(storage, name):
-    folder = storage / load(FOLDER / f"{name}.yaml").training.name / "checkpoints" / "70"
-    return manifest.read_meta(folder)["fingerprints"]
+    folder = saved(storage / load(FOLDER / f"{name}.yaml").training.name, 70)
+    return manifest.read_meta(place_of(folder))["fingerprints"]
 
 
 def test_each_system_has_a_script():

@@ -18,6 +18,7 @@ from orchestrator.driver.ray_cluster import AGENT_TIMEOUT, authentication_of
 from orchestrator.run_state.launch import read_gang
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
+from tests.saved import saved
 
 WINGS = ("orchestrator/driver/ray_cluster.py", "orchestrator/commands/launching.py", "orchestrator/run.py")
 
@@ -54,7 +55,7 @@ def going_on(path, folder, env):
         command = [sys.executable, "-m", "orchestrator.run", path]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     try:
-        wait_until(lambda: process.poll() is not None or (folder / "checkpoints" / "20").exists())
+        wait_until(lambda: process.poll() is not None or (saved(folder, 20)).exists())
         assert process.poll() is None, (folder.parent / "console.log").read_text()
         yield psutil.Process(process.pid)
         process.send_signal(signal.SIGINT)

@@ -33,7 +33,7 @@ class FakeLease:
     def __init__(self, world: World):
         world.driver_term += 1
         self.driver_term, self._world = world.driver_term, world
-        self.fence = str(self.driver_term)
+        self.committed_step: int | None = None
 
     def superseded(self) -> bool:
         return self._world.driver_term > self.driver_term

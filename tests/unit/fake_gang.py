@@ -176,7 +176,7 @@ class Process:
     record: ProcessRecord
     host: int
     generation: int
-    fence: int
+    driver_term: int
     """The term of the driver whose checkpoints may be committed."""
     orders: orders_of.Start
     alive: bool = True
@@ -372,8 +372,8 @@ class Agent:
     def _take_orders(self, sent: effects.Send) -> None:
         orders = orders_of.read_orders(sent.message)
         assert orders["cmd"] == "start"
-        fence = int(orders.get("fence") or 0)
-        self.process = Process(self, sent.process, orders["host"], orders["generation"], fence, orders)
+        driver_term = orders.get("driver_term", 0)
+        self.process = Process(self, sent.process, orders["host"], orders["generation"], driver_term, orders)
         self.process.tell({"ev": "phase", "phase": "join"})
         job = self.world.jobs.setdefault(self.job_key, Job(self.world, orders["generation"], orders["num_hosts"]))
         job.join(self.process)
@@ -382,8 +382,8 @@ class Agent:
         process = self.process
         if process is None or not process.alive:
             return False
-        if command["cmd"] == "fence":
-            process.fence = int(command["path"] or 0)
+        if command["cmd"] == "taken_over":
+            process.driver_term = command["driver_term"]
         elif command["cmd"] == "stop":
             self.world.jobs[self.job_key].stop(command["reason"])
         elif command["cmd"] == "save":
@@ -568,7 +568,7 @@ class Job:
         self._later(SAVE_S, lambda: self._commit(step, ending))
 
     def _commit(self, step: int, ending: bool) -> None:
-        fenced = any(process.fence != self.world.driver_term for process in self.processes.values())
+        fenced = any(process.driver_term != self.world.driver_term for process in self.processes.values())
         if fenced:
             self._tell({"ev": "save_failed", "step": step, "error": "another driver has the run"})
             if ending:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gangway.storage.opening import place_of
 from trainers.checkpoint import hugging_face, hugging_face_out
 from trainers.models.hf.vision_config import Config
 from trainers.models.hf.weights import flat
@@ -15,7 +16,7 @@ from trainers.models.hf.weights import flat
 
 def parameters_of(folder: Path) -> dict[str, np.ndarray]:
     """Returns the parameters that are read from a folder, by our names, such as `layers.query`."""
-    found = hugging_face.look(folder)
+    found = hugging_face.look(place_of(folder))
     return {name: hugging_face.read_whole(found, name) for name in found.leaves}
 
 

@@ -18,6 +18,8 @@ import pytest
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from gangway.storage import documents, json_text
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept, WriterTerm
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import outcome, replay, summary
@@ -33,8 +35,7 @@ from orchestrator.tracking import tracker as tracking
 from orchestrator.tracking.config import TrackingConfig
 from tests import fuzz
 from trainers import runtime
-from trainers.checkpoint import assets, committed, manifest
-from trainers.checkpoint.committed import Committed
+from trainers.checkpoint import assets, layout, manifest
 from trainers.loop import frozen, init_from, lineage, start_from
 from trainers.recorders import jsonl
 from trainers.recorders.recorder import About
@@ -53,6 +54,7 @@ REFUSED = (
 )
 """Errors that a command shows as one line."""
 CASES = 100
+NAME = "8-1_0_00000000"
 
 
 class World:
@@ -72,11 +74,8 @@ def driver_of(folder: Path, told: list[str], launch_id: str = "launch") -> Launc
     world = World()
     lease = acquire(str(folder), launch_id, world.times, waiting=told.append)
     tracker = tracking.Tracker(str(folder), TrackingConfig(), "run", clock=world.times.wall)
-    found = committed.of_run(folder, folder / "checkpoints")
     clock = world.times.wall
-    return Launch(
-        RunFolder(str(folder)), launch_id, 1000.0, lease, threading.Event(), tracker, clock, Writer(), found, monotonic=clock
-    )
+    return Launch(RunFolder(str(folder)), launch_id, 1000.0, lease, threading.Event(), tracker, clock, Writer(), monotonic=clock)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +84,7 @@ def quiet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking, "ShipperProcess", lambda run_dir, uri: None)
         patch.setattr("os.fsync", lambda descriptor: None)
+        patch.setattr("gangway.storage.documents.PAUSES_S", ())
         patch.setattr("gangway.storage.row.READS", 0)  # a record that is damaged here stays so
         yield
 
@@ -98,7 +98,7 @@ def whole(tmp_path_factory, quiet) -> Path:
     driver.formed({"address": "a:1", "gang": {"slots": []}, "generation": 0, "high_water_step": 12, "began_at_s": 1001.0})
     driver.progress.high_water_step = 12
     driver.progress.seen = {0: 7, 1: 5}
-    driver.saved(8, str(folder / "checkpoints" / "8"))
+    driver.saved(8, str(folder / "checkpoints" / NAME))
     past = PastFailure(kind=FailureKind.HOST_LOST, step=9, exception=("ValueError", "x"), generation=0)
     for step in (9, 11):
         driver.failed(past, Incident(kind="crash", host=1, generation=0, step=step, failed_at_s=1002.0))
@@ -112,14 +112,13 @@ def whole(tmp_path_factory, quiet) -> Path:
     )
     outcome.write_outcome(folder, {"launch_id": "launch", "status": "failed", "stop_reason": None, "error": "no"})
     summary.write(str(folder), {"lineage": [{"batch_index": 0, "num_hosts": 2}], "skipped_batches": [3]})
-    (folder / "checkpoints" / "8" / "state").mkdir(parents=True)
-    checkpoint = folder / "checkpoints" / "8"
+    (folder / "checkpoints" / NAME / "state").mkdir(parents=True)
+    checkpoint = folder / "checkpoints" / NAME
     meta = {"shapes": {".params['w']": "float32[2]"}, "step": 8, "batch_index": 8, "arguments": {"name": "run"}}
     (checkpoint / "meta.json").write_text(json_text.seal({"format": manifest.FORMAT, **meta}))
-    files = {name: manifest.digest(checkpoint / name) for name in manifest.names_below(checkpoint)}
-    manifest.write(checkpoint, manifest.Manifest(8, 1000.0, files))
-    for place in (folder, folder / "checkpoints"):
-        committed.write(place, Committed("the-run", 8))
+    files = {name: manifest.digest(place_of(checkpoint / name)) for name in manifest.names_below(place_of(checkpoint))}
+    digest = manifest.write(place_of(checkpoint), manifest.Manifest(8, 1000.0, files))
+    driver.lease._row.commit(WriterTerm(driver.lease.driver_term), 8, Kept(NAME, digest))
     lineage.write_skipped(str(folder), [3])
     for record in (init_from.RECORD, start_from.RECORD):
         record.write(str(folder), {"path": "a", "checkpoint": "b", "digest": "c"})
@@ -155,14 +154,16 @@ def start(folder: Path) -> tuple[dict[str, Any], list[str]]:
         except REFUSED as error:
             told.append(str(error))
 
-    checkpoint = folder / "checkpoints" / "8"
+    checkpoint = folder / "checkpoints" / NAME
     attempt("versions", lambda: check_versions(str(folder)))
     attempt("free", lambda: check_free(str(folder)))
     attempt("outcome", lambda: outcome.read_outcome(folder, "launch"))
     attempt("outcome aside", lambda: told.append(outcome.set_damaged_aside(folder) or ""))
-    attempt("committed", lambda: committed.check(folder / "checkpoints", [8], Committed()).step)
-    attempt("manifest", lambda: manifest.read(checkpoint))
-    attempt("meta", lambda: manifest.read_meta(checkpoint))
+    place = place_of(folder) / "checkpoints"
+    attempt("committed", lambda: layout.check(place, layout.row_of(place).newest(), 8))
+    attempt("steps", lambda: layout.steps(place))
+    attempt("manifest", lambda: manifest.read(place_of(checkpoint)))
+    attempt("meta", lambda: manifest.read_meta(place_of(checkpoint)))
     attempt("skipped", lambda: lineage.read_skipped(str(folder)))
     for record in (init_from.RECORD, start_from.RECORD, frozen.RECORD):
         attempt(record.kind.name, lambda record=record: record.read(str(folder)))
@@ -327,8 +328,7 @@ def test_each_document_has_a_format_and_a_digest(whole):
 
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
-        # Of the terms the names alone are read.
-        if place.name == "metrics.jsonl" or place.parts[0] in ("previews", "driver_terms"):
+        if place.name == "metrics.jsonl" or place.parts[0] == "previews":
             continue
         restore(whole, copied)
         path = copied / place

@@ -12,11 +12,12 @@ import jax
 
 from gangway.errors import CheckpointError
 from gangway.storage import ours
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
-from trainers.checkpoint import layout, readers
+from trainers.checkpoint import readers
 from trainers.checkpoint.export import on_the_way, to_hugging_face
-from trainers.checkpoint.standing import Folder
 
 FAILED = "failed"
 """The file that a host leaves in the folder on the way when it cannot write its part."""
@@ -66,7 +67,7 @@ class HuggingFaceExport(Callback):
         try:
             # An existing export may come from before a rollback: it was trained on batches that are left out now.
             if self.all_hosts:
-                self._together(layout.folder_of(path), out)
+                self._together(place_of(path), out)
             else:
                 to_hugging_face(path, out, replace=True)
         except Exception as error:  # a thread's boundary: reported, training goes on
@@ -74,7 +75,7 @@ class HuggingFaceExport(Callback):
         finally:
             readers.end(path)
 
-    def _together(self, path: Folder, out: Path) -> None:
+    def _together(self, path: Place, out: Path) -> None:
         work, host = on_the_way(path, out), jax.process_index()
         try:
             to_hugging_face(path, out, replace=True, host=host, num_hosts=jax.process_count())

@@ -21,7 +21,6 @@ from etils import epath
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.store import Place
-from trainers.checkpoint.standing import Folder
 from trainers.runtime.multihost import one_line
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
@@ -50,7 +49,7 @@ class ArrayFiles:
             ),
         )
 
-    def write(self, folder: Folder, take: Callable[[], Any], copied: Callable[[], None]) -> None:
+    def write(self, folder: Place, take: Callable[[], Any], copied: Callable[[], None]) -> None:
         """Writes this host's part of the tree that `take` returns to `folder`, which must exist. Calls `copied` as soon as the
         arrays may be donated. All hosts must call this, in a thread without an event loop. Raises whatever Orbax raises."""
 
@@ -63,11 +62,11 @@ class ArrayFiles:
         for future in asyncio.run(begin()):
             future.result(timeout=WRITE_TIMEOUT_S)
 
-    def merge(self, folder: Folder) -> None:
+    def merge(self, folder: Place) -> None:
         """Merges the parts of all hosts into one tree. Host 0 calls this when all have written."""
         self._handler.finalize(_path(folder))
 
-    def read(self, folder: Folder, abstract: Any) -> Any:
+    def read(self, folder: Place, abstract: Any) -> Any:
         """Returns what `abstract` has of the tree in `folder`, with its shapes and shardings. Raises whatever Orbax raises, and
         CheckpointError if an array is not there."""
         wanted = _without_empty(abstract)
@@ -82,7 +81,7 @@ class ArrayFiles:
         # Wait here, where an error of the read can still be caught.
         return jax.block_until_ready(_with_empty(tree, abstract))
 
-    def read_parts(self, folder: Folder, names: Sequence[str]) -> Any:
+    def read_parts(self, folder: Place, names: Sequence[str]) -> Any:
         """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory; None for one of size
         zero. Needs no device and no other host."""
         tree = self._handler.metadata(_path(folder)).tree
@@ -91,7 +90,7 @@ class ArrayFiles:
         args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, parts), restore_args=as_numpy, partial_restore=True)
         return self._handler.restore(_path(folder), args=args)
 
-    def read_one(self, folder: Folder, key: Sequence[str]) -> np.ndarray:
+    def read_one(self, folder: Place, key: Sequence[str]) -> np.ndarray:
         """Returns one array of the tree in `folder`, whose names are `key`, in this host's memory."""
         item: Any = 0
         as_numpy: Any = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -103,20 +102,20 @@ class ArrayFiles:
             found = found[name]
         return found
 
-    def copy_parts(self, source: Folder, target: Folder, names: Sequence[str]) -> None:
+    def copy_parts(self, source: Place, target: Place, names: Sequence[str]) -> None:
         """Writes to `target` what the tree in `source` has below `names`."""
         values = self.read_parts(source, names)
         self.write(target, lambda: values, lambda: None)
         self.merge(target)
 
 
-def is_outage(folder: Folder, error: Exception) -> bool:
+def is_outage(folder: Place, error: Exception) -> bool:
     """Whether a bucket did not answer, or not as it should: nothing is known of the checkpoint then."""
-    return isinstance(folder, Place) and OUTAGE.search(f"{type(error).__name__}: {error}") is not None
+    return not folder.store.is_local and OUTAGE.search(f"{type(error).__name__}: {error}") is not None
 
 
 @contextmanager
-def outages_told(folder: Folder) -> Iterator[None]:
+def outages_told(folder: Place) -> Iterator[None]:
     """Raises as CheckpointUnavailableError what is raised within because a bucket does not answer, and all else as it is."""
     try:
         yield
@@ -126,14 +125,13 @@ def outages_told(folder: Folder) -> Iterator[None]:
         raise CheckpointUnavailableError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
-def _path(folder: Folder) -> epath.Path:
+def _path(folder: Place) -> epath.Path:
     """Returns the folder as Orbax takes it."""
-    if isinstance(folder, Place):
+    if not folder.store.is_local:
         from trainers.checkpoint import orbax_bucket
 
         orbax_bucket.enable()
-        return epath.Path(folder.url)
-    return epath.Path(folder)
+    return epath.Path(folder.url)
 
 
 def _without_empty(tree: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypedDict
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from gangway.storage import documents, durable, ours
 from gangway.storage.documents import DocumentKind, StorageError
+from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest, model_files
-from trainers.checkpoint.standing import Folder
 
 FOLDER = "assets"
 INDEX = "assets.json"
@@ -65,10 +65,11 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
     UsageError, or OSError."""
     if not assets:
         return
-    folder = layout.folder_of(run_folder)
-    if isinstance(folder, Place):
-        _upload(folder / FOLDER, assets)
+    place = place_of(run_folder)
+    if not place.store.is_local:
+        _upload(place / FOLDER, assets)
         return
+    folder = place.path
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob(f"{FOLDER}.saving-*"), *folder.glob(f"{FOLDER}.replaced-*")):
         with suppress(OSError):  # by a process that died
@@ -77,7 +78,7 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
     try:
         _write_to(work, assets)
         if _contents(work) != _contents(final):
-            for name in manifest.names_below(work):
+            for name in _names(work):
                 # Otherwise a power cut could leave the new names on empty files.
                 with open(work / name, "rb") as file:
                     durable.sync(file.fileno())
@@ -92,18 +93,16 @@ def _upload(place: Place, assets: Mapping[str, Any]) -> None:
         work = Path(made, FOLDER)
         _write_to(work, assets)
         # The index last: it is what is read first.
-        for name in sorted(manifest.names_below(work), key=lambda name: name == INDEX):
+        for name in sorted(_names(work), key=lambda name: name == INDEX):
             (place / name).store.upload((place / name).key, work / name)
 
 
-def folder_of(checkpoint: Folder) -> Path | None:
+def folder_of(checkpoint: Place) -> Path | None:
     """Returns the folder with the assets of a checkpoint: its own, or that of its run; None if it has none. Of a bucket it is a
     copy (`model_files.here`). Raises StorageProblem of a bucket that does not answer."""
-    around: list[Folder] = [checkpoint]
-    if not isinstance(checkpoint, Place) or checkpoint.key.count("/") > 1:
-        around.append(checkpoint.parent.parent)
-    for folder in around:
-        if model_files.is_file(folder / FOLDER / INDEX):
+    is_in_run = checkpoint.store.is_local or checkpoint.key.count("/") > 1
+    for folder in (checkpoint, *((checkpoint.parent.parent,) if is_in_run else ())):
+        if (folder / FOLDER / INDEX).exists():
             return model_files.here(folder / FOLDER)
     return None
 
@@ -112,21 +111,19 @@ def read(path: str) -> dict[str, Any]:
     """Returns the assets in what `save_pretrained` wrote, in a run's folder or in a run's checkpoint, by name: text, bytes and
     JSON values as they were; for an object, the folder that it saved itself to. Raises CheckpointError, or
     CheckpointUnavailableError if the storage does not answer."""
-    checkpoint = layout.folder_of(path)
-    return _read(_found(checkpoint) or checkpoint / FOLDER)
+    folder = _found(layout.named(path))
+    return {} if folder is None else _read(folder)
 
 
-def _found(checkpoint: Folder) -> Path | None:
+def _found(checkpoint: Place) -> Path | None:
     try:
         return folder_of(checkpoint)
     except OSError as error:
         raise CheckpointUnavailableError(f"the assets of {checkpoint} cannot be read: {error}") from error
 
 
-def _read(folder: Folder) -> dict[str, Any]:
-    """Returns the assets in a folder; none if it is not there. In a bucket it is not: `folder_of` has copied one that is."""
-    if isinstance(folder, Place) or not folder.is_dir():
-        return {}
+def _read(folder: Path) -> dict[str, Any]:
+    """Returns the assets in a folder of this machine."""
     try:
         return {name: _read_asset(folder / name, kind) for name, kind in _kinds(folder / INDEX).items()}
     except OSError as error:
@@ -135,7 +132,7 @@ def _read(folder: Folder) -> dict[str, Any]:
         raise CheckpointError(f"the assets in {folder} cannot be read: {error}") from error
 
 
-def copy_into(folder: Path, checkpoint: Folder) -> None:
+def copy_into(folder: Path, checkpoint: Place) -> None:
     """Copies the assets of a checkpoint, if it has some, to the folder of an export: what an object has saved lies there among
     the other files. Raises what `read` raises, or OSError."""
     if (kept := _found(checkpoint)) is None:
@@ -143,7 +140,7 @@ def copy_into(folder: Path, checkpoint: Folder) -> None:
     for name, asset in _read(kept).items():
         if isinstance(asset, Path):
             # Several objects may bring files: all go to the same folder.
-            for file in manifest.names_below(asset):
+            for file in _names(asset):
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 # Not `copytree`: the export has the permissions that new files have, not those of the run's folder.
                 shutil.copyfile(asset / file, folder / file)
@@ -165,8 +162,13 @@ def _kinds(path: Path) -> dict[str, str]:
     return kinds
 
 
+def _names(folder: Path) -> list[str]:
+    """Returns the names of the files below a folder of this machine."""
+    return manifest.names_below(place_of(folder))
+
+
 def _contents(folder: Path) -> dict[str, manifest.Entry]:
-    return {name: manifest.digest(folder / name) for name in manifest.names_below(folder)}
+    return {name: manifest.digest(place_of(folder / name)) for name in _names(folder)}
 
 
 def _write_to(folder: Path, assets: Mapping[str, Any]) -> None:

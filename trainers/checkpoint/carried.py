@@ -13,8 +13,8 @@ from typing import Any
 from gangway.errors import TransientError, UsageError
 from gangway.storage import durable
 from gangway.storage.documents import is_url
+from gangway.storage.store import Place
 from trainers.checkpoint import assets, hugging_face, model_files, weights
-from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
 
@@ -90,7 +90,7 @@ def labels_of(dataset: Any) -> dict[str, list[str]]:
     return {LABELS_FILE: list(names)} if names else {}
 
 
-def folder_of(checkpoint: Folder) -> Path | None:
+def folder_of(checkpoint: Place) -> Path | None:
     """Returns the folder with these files of a checkpoint; None if it has none."""
     folder = assets.folder_of(checkpoint)
     return folder / NAME if folder is not None and (folder / NAME).is_dir() else None

@@ -12,17 +12,13 @@ import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from gangway.storage import ours
 from gangway.storage.documents import StorageError
 from gangway.storage.store import Place
 from trainers.checkpoint import layout, manifest
-from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
-from trainers.checkpoint.standing import UNCOMMITTED, Folder, name_for
 from trainers.checkpoint.trial import UnsavableError, seal_meta
 from trainers.jax_internals import distributed
 from trainers.runtime import multihost
@@ -104,43 +100,30 @@ class Exchange:
             return {"problem": f"no answer from host {host} within {max(timeout_s, TIMEOUT_S):.0f} s: {one_line(error)}"}
 
 
-def delete(work: Folder) -> None:
-    """Deletes what was not committed, or does not count any more. Raises OSError."""
-    if isinstance(work, Place):
-        ours.delete_folder(work, UNCOMMITTED)
-    else:
-        ours.delete(work, ours.ON_THE_WAY)
-
-
 @dataclass(frozen=True)
 class Commit:
-    """A save of one checkpoint: written to `work`, a new folder, recorded, and on a disk renamed to `final`."""
+    """A save of one checkpoint: written to `work`, a new folder, and then recorded."""
 
-    work: Folder
-    final: Folder
+    work: Place
     meta: Callable[[], dict[str, Any]]
     """Returns the meta, once the arrays are written: what the devices compute of them needs not be there before. Raises
     CommitError if the arrays must not be saved."""
     exchange: Exchange
-    write: Callable[[Folder], None]
+    write: Callable[[Place], None]
     """Writes this host's part of the arrays to a folder that exists."""
-    merge: Callable[[Folder], None]
+    merge: Callable[[Place], None]
     """Merges the parts of all hosts into one checkpoint, on host 0."""
-    forbidden: Callable[[], str] = lambda: ""
-    """Returns why nothing may be committed now; empty if it may."""
-    replace: bool = False
-    record: Callable[[str, str], None] = lambda folder, digest: None
-    """Given the name of the folder and the digest of its manifest: records in the row of the run that it is committed. Raises
-    CommitError if that is not to be, and OSError if nobody can tell."""
-    discard: Callable[[Folder], None] = delete
+    record: Callable[[str, str], None]
+    """Given the name of the folder and the digest of its manifest: records that it is committed. Raises CommitError if that is
+    not to be, and OSError if nobody can tell."""
+    discard: Callable[[Place], None]
     """Deletes what was not committed. Raises OSError."""
     unclear: list[str] = field(default_factory=list)
     """Why nobody can tell whether it was recorded: then nothing of it may be deleted."""
     clock: Callable[[], float] = field(default=time.time)
 
     def run(self) -> None:
-        """Writes and commits. All hosts must call this. Raises CommitError on all of them or on none; leaves nothing but
-        `final`."""
+        """Writes and commits. All hosts must call this. Raises CommitError on all of them or on none; leaves nothing then."""
         exchange = self.exchange
         try:
             # Two exchanges: the digests are of merged files, which exist only when every host has written.
@@ -154,28 +137,25 @@ class Commit:
             raise
 
     def _write(self) -> str:
-        """Writes this host's part; returns the name of its folder in a bucket, empty if it has none: replicated arrays are host
-        0's to write."""
+        """Writes this host's part; returns the name of its folder, empty if it has none: replicated arrays are host 0's to
+        write."""
         # Every host creates the folders, here: only this thread may wait for the storage. None creates their parent: if that is
         # gone, the storage is, and a new one would be on whatever disk is below the mount point.
         for folder in (self.work, self.work / manifest.STATE_FOLDER):
-            if isinstance(folder, Path):
-                folder.mkdir(exist_ok=True)
+            folder.make()
         self.write(self.work / manifest.STATE_FOLDER)
         self.meta()  # on all hosts: each finds the same, and none waits for another that has found it
         part = f"{PART_OF_HOST}{self.exchange.host}"
-        is_there = isinstance(self.work, Place) and (self.work / manifest.STATE_FOLDER / part / MANIFEST_OF_PART).exists()
-        return part if is_there else ""
+        return part if (self.work / manifest.STATE_FOLDER / part / MANIFEST_OF_PART).exists() else ""
 
     def _describe(self, parts: list[str]) -> list[list[str]]:
         """Merges the parts, writes the meta, and returns for each host the names of the files to compute digests of."""
         num_hosts = self.exchange.num_hosts
-        if isinstance(self.work, Place):
-            _await_parts(self.work / manifest.STATE_FOLDER, {*parts} - {""})
+        _await_parts(self.work / manifest.STATE_FOLDER, {*parts} - {""})
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        manifest.write_document(self.work / manifest.META_FILE, seal_meta(self.meta()))
-        if isinstance(self.work, Place):
+        (self.work / manifest.META_FILE).put(seal_meta(self.meta()).encode(), makes_folder=False)
+        if self.work.store.tags_last:
             return [[]] * num_hosts  # a bucket tells sizes and tags; to read all that was written would cost as much again
         names = manifest.names_below(self.work)
         # Every n-th file: the hosts share the reading. Host 0 alone would have to read the whole checkpoint.
@@ -187,26 +167,12 @@ class Commit:
         return {name: (entry.size, entry.sha256) for name, entry in entries.items()}
 
     def _finish(self, parts: list[dict[str, tuple[int, str]]]) -> None:
-        if problem := self.forbidden():
-            raise CommitError(problem)
-        if isinstance(self.work, Place):
-            content = manifest.tagged(self.work, self.meta().get("step"), self.clock())
-            # This record is the commit: a reader finds no checkpoint, or a whole one.
-            self._record(self.work.name, manifest.write(self.work, content))
-            return
         files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
-        digest = manifest.write(self.work, manifest.Manifest(self.meta().get("step"), self.clock(), files))
-        if problem := self.forbidden():  # again, at the last moment: writing may have taken long
-            raise CommitError(problem)
-        # No later driver has the run, or this raises; from now on none lets this checkpoint out of account.
-        self._record(self.final.name, digest)
-        # A reader finds no checkpoint, or a whole one.
-        assert isinstance(self.final, Path)
-        layout.put_in_place(self.work, self.final, replace=layout.CHECKPOINT if self.replace else None)
-
-    def _record(self, name: str, digest: str) -> None:
+        digest = manifest.write(self.work, manifest.of_files(self.work, self.meta().get("step"), self.clock(), files))
+        self.work.parent.settle()
         try:
-            self.record(name, digest)
+            # This record is the commit: a reader finds no checkpoint, or a whole one. If a later driver has the run, it raises.
+            self.record(self.work.name, digest)
         except OSError as error:
             self.unclear.append(str(error))
             raise
@@ -223,28 +189,23 @@ def _await_parts(state: Place, written: Collection[str], sleep: Callable[[float]
     raise CommitError(f"{state} does not list {', '.join(sorted(missing))}, which a host has written: the bucket lists late")
 
 
-def begin(final: Folder, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> Folder:
-    """Returns the new folder to write `final` in. Raises CommitError, on all hosts, if one of them finds an `obstacle`.
+def begin(folder: Place, name: Callable[[str], str], obstacle: Callable[[], str]) -> Place:
+    """Returns a new folder to write in, which `name` names, given a random part: two tries of one generation must not write to
+    the same folder. Raises CommitError, on all hosts, if one of them finds an `obstacle`.
 
     All hosts must call this, in the thread that trains: it is the one agreement before a save.
     """
-    # The random part: two tries of one generation must not write to the same folder.
-    token = uuid.uuid4().hex[:8]
-    if isinstance(final, Place):
-        name = name_for(int(final.name), term, token)
-    else:
-        name = layout.name_on_the_way(final.name, "saving", f"{term.driver_term}_{term.generation}_{token}")
     try:
         # Not raised here: alone in raising, this host would leave the others in the exchange below.
         problem = obstacle()
     except (OSError, StorageError) as error:
-        problem = layout.unwritable(final.parent, error)
-    # The name is host 0's, for its token is random. The others send None: equal answers are sent once.
-    answers = multihost.all_hosts("checkpoint", {"name": name if jax.process_index() == 0 else None, "problem": problem})
+        problem = layout.unwritable(folder, error)
+    # The name is host 0's, for it is random. The others send None: equal answers are sent once.
+    mine = name(uuid.uuid4().hex[:8]) if jax.process_index() == 0 else None
+    answers = multihost.all_hosts("checkpoint", {"name": mine, "problem": problem})
     if problem := first_problem([answer["problem"] for answer in answers]):
         raise CommitError(problem)
-    # The name of host 0: each host has made one, with a random part of its own.
-    return final.with_name(answers[0]["name"])
+    return folder / answers[0]["name"]
 
 
 def _reply(answers: list[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:

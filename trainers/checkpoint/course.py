@@ -6,16 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gangway.storage.row import NO_DRIVER, WriterTerm
-from trainers.checkpoint import manifest
-from trainers.checkpoint.standing import Folder
 
 
 @dataclass
 class Course:
     """The present course. The thread that trains changes it, and the thread that saves, one after the other."""
 
-    term: WriterTerm
-    """The term that new checkpoints carry: no lower than that of the restored one, whoever saved it."""
     last_saved_step: int | None = None
     """The step of the newest checkpoint that was committed or restored."""
     superseded: set[int] = field(default_factory=set)
@@ -34,10 +30,10 @@ class Course:
         self.last_saved_step = step
         self.superseded.discard(step)
 
-    def may_replace(self, step: int, checkpoint: Folder, writer: WriterTerm) -> bool:
-        """Whether a save of `step` may replace `checkpoint`: training has gone back behind it, or an earlier generation that was
-        thought dead has saved it since."""
-        if step not in self.superseded and NO_DRIVER < (term_of(checkpoint) or NO_DRIVER) < writer:
+    def may_replace(self, step: int, saved_by: WriterTerm, writer: WriterTerm) -> bool:
+        """Whether `writer` may replace the checkpoint of `step`: training has gone back behind it, or an earlier generation that
+        was thought dead has saved it since."""
+        if step not in self.superseded and NO_DRIVER < saved_by < writer:
             self.superseded.add(step)
         return step in self.superseded
 
@@ -45,11 +41,3 @@ class Course:
         """Returns them, for the one who deletes them now."""
         taken, self.abandoned_models = self.abandoned_models, frozenset()
         return taken
-
-
-def term_of(checkpoint: Folder) -> WriterTerm | None:
-    """Returns the term of the generation that saved it; None if there is no checkpoint, or its documents cannot be read."""
-    try:
-        return WriterTerm(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))
-    except manifest.DamagedError:
-        return None

@@ -20,7 +20,6 @@ from gangway.storage import ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
-from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
@@ -39,13 +38,13 @@ MAX_FILE_BYTES = 5 * 10**9
 Tensors = Mapping[str, np.ndarray]
 
 
-def to_safetensors(checkpoint: Folder | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+def to_safetensors(checkpoint: Place | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
     """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
     Of a run with LoRA it has the adapters merged with their base (`base`: where that is now), or with `adapter` the adapters
     alone. Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
     from trainers.checkpoint.whole import read, read_merged
 
-    checkpoint = layout.folder_of(str(checkpoint))
+    checkpoint = layout.named(checkpoint)
     params, meta = read(checkpoint) if adapter else read_merged(checkpoint, base)
     if adapter:
         _adapters(meta, checkpoint)
@@ -56,13 +55,13 @@ def to_safetensors(checkpoint: Folder | str, out: Path | str, *, adapter: bool =
     _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
 
 
-def to_mlflow(checkpoint: Folder | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+def to_mlflow(checkpoint: Place | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
     """Writes the folder `out`, atomically, which `mlflow.pyfunc.load_model` loads where Gangway is installed: in it `model`, a
     folder of `to_hugging_face`; of a classifier, a file of `to_safetensors`. Raises CheckpointError if the checkpoint is damaged
     or `out` exists, and UsageError if nothing can be predicted with the model from a text."""
     if adapter:
         raise UsageError("--adapter: MLflow loads whole models; leave it out, or write --format huggingface")
-    task = manifest.read_meta(layout.folder_of(str(checkpoint)))["arguments"]["task"]
+    task = manifest.read_meta(layout.named(checkpoint))["arguments"]["task"]
     is_classifier = mlflow_model.predicts(task) == mlflow_model.LABELS
 
     def write(work: Path) -> None:
@@ -84,9 +83,9 @@ def _copy_assets(folder: Path, work: Path) -> None:
     carried.reset_tokenizer(work)
 
 
-def from_safetensors(path: Folder | str) -> dict[str, Any]:
+def from_safetensors(path: Path | Place | str) -> dict[str, Any]:
     """Returns the parameters in a file of `to_safetensors`, for `train(model_parameters=...)`."""
-    where, params = layout.folder_of(str(path)), dict[str, Any]()
+    where, params = place_of(path), dict[str, Any]()
     for name in tensor_files.head(where).headers:
         *folders, last = name.split(".")
         within = params
@@ -97,7 +96,7 @@ def from_safetensors(path: Folder | str) -> dict[str, Any]:
 
 
 def to_hugging_face(
-    checkpoint: Folder | str,
+    checkpoint: Place | str,
     out: Path | str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -117,7 +116,7 @@ def to_hugging_face(
     from trainers.checkpoint import carried, hugging_face_out
     from trainers.checkpoint.whole import open_parameters
 
-    checkpoint, out = layout.folder_of(str(checkpoint)), Path(out)
+    checkpoint, out = layout.named(checkpoint), Path(out)
     if adapter:
         _to_peft(checkpoint, out, base, replace=replace)
         return
@@ -169,7 +168,7 @@ def _config_of(arguments: Mapping[str, Any]) -> Config:
     return vision if vision.tokens_per_image is None else ImageTextConfig(vision, from_dict(ModelConfig, arguments["model"]))
 
 
-def on_the_way(checkpoint: Folder, out: Path) -> Path:
+def on_the_way(checkpoint: Place, out: Path) -> Path:
     """Returns the folder that several hosts write together: the same on all of them, for this checkpoint alone. It is there until
     all files of weights are."""
     return out.with_name(f"{out.name}.saving-{manifest.digest(checkpoint / manifest.MANIFEST_FILE).sha256[:8]}")
@@ -200,7 +199,7 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
     return original | {name: about["torch_dtype"]}
 
 
-def _context_of(checkpoint: Folder, meta: Mapping[str, Any]) -> int:
+def _context_of(checkpoint: Place, meta: Mapping[str, Any]) -> int:
     """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
     rows were not longer."""
     data = meta["arguments"]["data"]
@@ -262,7 +261,7 @@ def _class_names(folder: Path) -> dict[str, Any]:
     return {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) -> None:
+def _to_peft(checkpoint: Place, out: Path, base: str | None, *, replace: bool) -> None:
     from trainers.checkpoint import carried
     from trainers.checkpoint.whole import META, base_path, read
     from trainers.models.hf.peft import to_adapter
@@ -284,7 +283,7 @@ def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) 
     _write_atomically(out, write, replace=replace)
 
 
-def _adapters(meta: Mapping[str, Any], checkpoint: Folder | str) -> LoraConfig:
+def _adapters(meta: Mapping[str, Any], checkpoint: Place | str) -> LoraConfig:
     """Returns the settings of the adapters. Raises UsageError if there are none."""
     from trainers.checkpoint.whole import adapters_of
 
@@ -363,11 +362,11 @@ def to_bucket(out: str, write: Callable[[Path], None]) -> None:
         write(local)
         with weights.reading(out):
             if local.is_dir():
-                names = sorted(manifest.names_below(local), key=lambda name: (name in LAST, name))
+                names = sorted(manifest.names_below(place_of(local)), key=lambda name: (name in LAST, name))
                 _put([(target / name, local / name) for name in names])
                 return
             assets = local.with_name(beside.name)
-            names = manifest.names_below(assets) if assets.is_dir() else []
+            names = manifest.names_below(place_of(assets))
             _put([*((beside / name, assets / name) for name in names), (target, local)])
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from gangway.config.masking import masked
 from gangway.errors import UsageError
 from gangway.storage.documents import StorageError
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from gangway.text import shortened
 from trainers.checkpoint import layout, manifest
-from trainers.checkpoint.standing import Folder
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.data import RULES_OF_RECORDS
@@ -60,12 +61,12 @@ class Change:
         return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def newest(run_folder: str) -> tuple[Folder, dict[str, Any]] | None:
+def newest(run_folder: str) -> tuple[Place, dict[str, Any]] | None:
     """Returns the newest whole checkpoint of a run that can be seen from here, and its meta; None if there is none."""
     try:
-        folder = layout.folder_of(run_folder) / "checkpoints"
-        for step in reversed(layout.steps(folder)):
-            if layout.is_whole(checkpoint := layout.at(folder, step)):
+        folder = place_of(run_folder) / "checkpoints"
+        for _, kept in sorted(layout.committed_in(folder).items(), reverse=True):
+            if layout.is_whole(checkpoint := folder / kept.folder):
                 return checkpoint, manifest.read_meta(checkpoint)
     except (OSError, StorageError, manifest.DamagedError):
         return None  # the hosts look again, and say what is wrong

@@ -13,8 +13,8 @@ import numpy as np
 
 from gangway.config.section import repeated
 from gangway.errors import CheckpointError, UsageError
-from trainers.checkpoint import model_files, tensor_files
-from trainers.checkpoint.standing import Folder as Where
+from gangway.storage.store import Place as Where
+from trainers.checkpoint import tensor_files
 from trainers.checkpoint.tensor_files import DTYPES, Header
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.models.hf import text_part
@@ -55,26 +55,26 @@ class Folder:
 
     def digest(self) -> str:
         """Returns the digest of the configuration, and of the beginning and the end of each file. Raises OSError."""
-        digest = hashlib.sha256(model_files.content(self.path / CONFIG_FILE))
+        digest = hashlib.sha256((self.path / CONFIG_FILE).content())
         for path in sorted(set(self.file_of.values()), key=str):
-            size = model_files.size(path)
+            size = path.size()
             digest.update(f"{path.name} {size}".encode())
-            digest.update(model_files.part(path, 0, SAMPLED_BYTES))
-            digest.update(model_files.part(path, max(0, size - SAMPLED_BYTES), size))
+            digest.update(path.part(0, SAMPLED_BYTES))
+            digest.update(path.part(max(0, size - SAMPLED_BYTES), size))
         return digest.hexdigest()
 
 
 def is_folder(path: Where) -> bool:
     """Whether there is such a folder. Raises StorageProblem of a bucket that does not answer."""
     names = (path / name for name in (ONE_FILE, INDEX_FILE))
-    return model_files.is_file(path / CONFIG_FILE) and any(map(model_files.is_file, names))
+    return (path / CONFIG_FILE).exists() and any(name.exists() for name in names)
 
 
 def read_config(path: Where) -> Config:
     """Returns the configuration of the model in a folder. Raises CheckpointError that names what is not understood, and
     OSError."""
     try:
-        return hf_config.read(json.loads(model_files.content(path / CONFIG_FILE)))
+        return hf_config.read(json.loads((path / CONFIG_FILE).content()))
     except (UsageError, ValueError) as error:
         raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
 
@@ -82,7 +82,7 @@ def read_config(path: Where) -> Config:
 def look(path: Where) -> Folder:
     """Returns what is in a folder. Raises CheckpointError that names every tensor that is missing, left over, or of another shape
     than those of its kind; and OSError."""
-    config, left_out = read_config(path), text_part.left_out(json.loads(model_files.content(path / CONFIG_FILE)))
+    config, left_out = read_config(path), text_part.left_out(json.loads((path / CONFIG_FILE).content()))
     file_of, headers = _tensors(path)
     problems: list[str] = []
     leaves, expected = {}, sources(config, headers)
@@ -189,11 +189,11 @@ def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
 def _tensors(path: Where) -> tuple[dict[str, Where], dict[str, Header]]:
     """Returns the file of each tensor, and its header. As transformers does, it reads `model.safetensors` where that is, and the
     index else. Raises CheckpointError."""
-    if model_files.is_file(path / ONE_FILE):
+    if (path / ONE_FILE).exists():
         headers = dict(tensor_files.head(path / ONE_FILE).headers)
         return dict.fromkeys(headers, path / ONE_FILE), headers
     indexed = _weight_map(path / INDEX_FILE)
-    if missing := sorted(name for name in set(indexed.values()) if not model_files.is_file(path / name)):
+    if missing := sorted(name for name in set(indexed.values()) if not (path / name).exists()):
         raise CheckpointError(f"{path / INDEX_FILE} names {', '.join(missing)}, which {path} has not: copy the whole folder")
     file_of: dict[str, Where] = {}
     headers = {}
@@ -214,7 +214,7 @@ def _tensors(path: Where) -> tuple[dict[str, Where], dict[str, Header]]:
 def _weight_map(index: Where) -> dict[str, str]:
     """Returns the file of each tensor by an index. Raises CheckpointError."""
     try:
-        found = json.loads(model_files.content(index), object_pairs_hook=_once)["weight_map"]
+        found = json.loads(index.content(), object_pairs_hook=_once)["weight_map"]
         if not found or not all(isinstance(name, str) for name in found.values()):
             raise ValueError("expected a weight_map with the file of each tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,181 +1,253 @@
-"""The folder of a run's checkpoints: its names, whether there is room for one more, and which may be deleted. Without JAX.
+"""The folder of a run's checkpoints: what is committed there, what was left, and whether there is room for one more. Without JAX.
 
-On a disk:
-
-`12` is a checkpoint of step 12. `12.saving-TOKEN` is one that is being written, or that a process left when it died.
-`12.replaced-TOKEN` and `12.deleted-TOKEN` are about to be deleted. They are renamed first, so that a half-deleted checkpoint is
-never taken for a whole one. In a bucket nothing is renamed: see `trainers.checkpoint.standing`.
+A checkpoint is the folder `checkpoints/12-3_1_0c9e41aa`: of step 12, written there by generation 1 of driver term 3. It counts if
+a record of the run's row names it, on a disk as in a bucket (`gangway.storage.row`): nothing is renamed, and a folder that no
+record names is being written, or was left by a process that died.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from gangway.errors import CheckpointError
-from gangway.storage import documents, durable, ours
+from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage import documents, durable, ours, row
+from gangway.storage.documents import StorageError
 from gangway.storage.opening import place_of
+from gangway.storage.row import NO_DRIVER, Kept, Record, Row, WriterTerm
 from gangway.storage.store import Place
 from trainers.checkpoint import manifest
-from trainers.checkpoint.retention import Retention
-from trainers.checkpoint.standing import Folder, at, committed_in, copied_in, unrecorded
+from trainers.checkpoint.retention import MayGo, Retention
 
 MODELS_FOLDER = "models"
-Remove = Callable[[Folder, int], None]
-"""Removes what is saved of a step in a folder, and raises OSError if it cannot."""
-
 ROOM_FACTOR = 1.1
 ROOM_MARGIN_BYTES = 4 << 20
-PROBE, PROBE_BYTES = ".probe-", 4096
-CHECKPOINT = ours.with_any_of("a checkpoint", manifest.MANIFEST_FILE, manifest.META_FILE)
-"""A damaged one is one too. A folder whose name is a number may be a user's own."""
-_ON_THE_WAY = re.compile(r"(\d+)(-\d+_\d+_[0-9a-f]{8})?\.(saving|replaced|deleted)-\w+")
+PROBE_BYTES = 4096
+NAME = re.compile(r"(\d+)-(\d+)_(\d+)_[0-9a-f]{8}")
+UNCOMMITTED = ours.named("a checkpoint on its way", NAME.pattern)
+_rows: dict[str, Row] = {}
+_lock = threading.Lock()
 
 
-def local(path: str) -> Path:
-    """Returns the absolute path. Raises CheckpointError for a URL."""
-    if "://" in path:
-        raise CheckpointError(f"checkpoints need a local or mounted folder, not {path}: mount the bucket, and give the folder")
-    return Path(os.path.abspath(path))
+# ---------------------------------------------------------------------- what is committed
 
 
-def folder_of(path: str) -> Folder:
-    """Returns the absolute path, or the place in a bucket. Raises StorageRefused for a URL that cannot work."""
-    return place_of(path) if documents.is_url(path) else Path(os.path.abspath(path))
+def row_of(folder: Place) -> Row:
+    """Returns the row of the run whose checkpoints, or models, are in `folder`: the same one for all who ask in this process, so
+    that each asks for what is new only."""
+    run = folder.parent
+    with _lock:
+        if (known := _rows.get(run.url)) is None or known.is_gone():
+            known = _rows[run.url] = Row(run / row.FOLDER)
+        return known
 
 
-def steps(folder: Folder) -> list[int]:
-    """Returns the steps that have a checkpoint, oldest first; none if there is no folder. Raises OSError, or StorageError of a
-    bucket."""
-    if isinstance(folder, Place):
-        return sorted(committed_in(folder))
+def committed_in(folder: Place) -> Mapping[int, Kept]:
+    """Returns what is committed in a folder, by step. Raises OSError, or StorageError."""
+    newest = row_of(folder).newest()
+    kept = newest.of(folder.name) if newest.number else without_row(folder.parent).get(folder.name, {})
+    if old := [one.folder for one in kept.values() if one.folder.isdecimal()]:
+        raise _too_old(folder / old[-1])
+    return kept
+
+
+def steps(folder: Place) -> list[int]:
+    """Returns the steps that have a checkpoint, oldest first; none if there is no folder. Raises OSError, or StorageError."""
+    return sorted(committed_in(folder))
+
+
+def at(folder: Place, step: int) -> Place:
+    """Returns the folder of the checkpoint of a step. Raises OSError, or StorageError."""
+    kept = committed_in(folder).get(step)
+    return folder / (kept.folder if kept else str(step))
+
+
+def named(path: str | os.PathLike[str] | Place) -> Place:
+    """Returns the place of a path or a URL; of `RUN/checkpoints/12` that of the checkpoint of step 12. Raises StorageRefused for
+    a URL that cannot work, OSError, or StorageError."""
+    place = place_of(path)
+    if not place.name.isdecimal() or place.key.count("/") < (0 if place.store.is_local else 2):
+        return place
+    kept = row_of(place.parent).newest().of(place.parent.name).get(int(place.name))
+    return place if kept is None else place.with_name(kept.folder)
+
+
+def models_of(folder: Place) -> Place:
+    """Returns the folder for the checkpoints of the parameters alone."""
+    return folder.parent / MODELS_FOLDER
+
+
+def is_whole(path: Place) -> bool:
+    """Whether a checkpoint is whole, as far as names and sizes show. Raises StorageProblem of a storage that does not answer."""
     try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    # Digits alone: a folder on the way has a suffix, and is never taken for a checkpoint.
-    return sorted({*(int(name) for name in names if name.isdecimal()), *copied_in(folder)})
+        content = manifest.read(path)
+    except manifest.DamagedError:
+        return False
+    # Sizes only: this runs for every checkpoint after every save, and digests would read all of them.
+    return next(content.problems(path, content.files, digest_up_to=0), None) is None
 
 
-def on_the_way(folder: Folder) -> list[Path]:
-    """Returns the folders of a disk that are being written or removed, or were when a process died."""
-    if not isinstance(folder, Path):
-        return []
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(folder / name for name in names if _ON_THE_WAY.fullmatch(name))
+def check(folder: Place, newest: Record, expected: int | None) -> None:
+    """Raises CheckpointUnavailableError if there must be a newer checkpoint than the storage shows: it is not mounted, is another
+    one, or lags. `newest` is what the row says, and `expected` the highest step that the driver knows of. Raises OSError."""
+    highest = max((step for step in (newest.step, expected) if step is not None), default=None)
+    if highest is None:
+        return
+    there = {*folder.folders()}
+    last = max((step for step, kept in newest.of(folder.name).items() if kept.folder in there), default=None)
+    if last is not None and last >= highest:
+        return
+    found = f"the newest there is {last}" if last is not None else "none is there"
+    raise CheckpointUnavailableError(
+        f"checkpoint {highest} of this run was committed, and is not in {folder}: "
+        f"{found if folder.is_dir() else 'there is no such folder'}; bring the storage back (is it mounted on this host, and the "
+        "right one?); to go on with what is there after all, or to start again from step 0: "
+        f"python -m orchestrator.commands.checkpoints {folder.parent} --accept-loss"
+    )
 
 
-def unfinished(folder: Folder) -> list[tuple[int, Folder]]:
-    """Returns (step, folder) of what is being saved, or what a save that was cut short has left. Raises OSError, or StorageError
-    of a bucket."""
-    if isinstance(folder, Place):
-        return [(int(place.name.partition("-")[0]), place) for place in unrecorded(folder)]
-    return [(step_on_the_way(path), path) for path in on_the_way(folder) if ".saving-" in path.name]
+def accept_loss(folder: Place) -> None:
+    """Records that the newest checkpoint that is there is the newest one that was ever committed, and that those count no longer
+    which are not there. Raises OSError, or StorageError."""
+    # By their objects: some stores list a folder for a while after all that was in it is deleted.
+    gone = [step for step, kept in committed_in(folder).items() if not (folder / kept.folder).list()]
+    row_of(folder).accept_loss({"hostname": socket.gethostname(), "pid": os.getpid()}, gone, folder.name)
 
 
-def replaced(folder: Folder) -> list[int]:
-    """Returns the steps whose checkpoint was being replaced by another of the same step when a process died."""
-    return [step_on_the_way(path) for path in on_the_way(folder) if ".replaced-" in path.name]
+def without_row(run: Place) -> dict[str, dict[int, Kept]]:
+    """Returns what there is in the folder of a run that has no row: somebody has copied its checkpoints alone. Those count that
+    have a manifest, of each step the newest one. Raises StorageError for those of a version that had no row, and OSError."""
+    found: dict[str, dict[int, Kept]] = {}
+    for name in (row.CHECKPOINTS, MODELS_FOLDER):
+        folders = (run / name).folders()
+        if old := [folder for folder in folders if folder.isdecimal()]:
+            raise _too_old(run / name / old[-1])
+        matches = sorted(filter(None, map(NAME.fullmatch, folders)), key=lambda match: (int(match[2]), int(match[3])))
+        for match in matches:
+            if (digest := manifest.digest_of(run / name / match[0])) is not None:
+                found.setdefault(name, {})[int(match[1])] = Kept(match[0], digest)
+    return found
 
 
-def step_on_the_way(path: Path) -> int:
-    """Returns the step of one of `on_the_way`."""
-    return int(path.name.partition(".")[0].partition("-")[0])
+def _too_old(checkpoint: Place) -> StorageError:
+    return StorageError(
+        f"{checkpoint} was saved by a version of gangway that is too old to go on from: give the run another name, and begin "
+        f"with its weights by init_from.path={checkpoint}"
+    )
 
 
-def name_on_the_way(step: int | str, what: str, token: str) -> str:
-    return f"{step}.{what}-{token}"
+# ---------------------------------------------------------------------- what is on its way, or was left
 
 
-def obstacle(folder: Folder, num_bytes: int) -> str:
+def name_for(step: int, term: WriterTerm, token: str) -> str:
+    """Returns the name of a new folder, which nobody else uses."""
+    return f"{step}-{term.driver_term}_{term.generation}_{token}"
+
+
+def writer_of(name: str) -> WriterTerm:
+    """Returns the term of the generation that has saved the folder of this name."""
+    match = NAME.fullmatch(name)
+    return WriterTerm(int(match[2]), int(match[3])) if match else NO_DRIVER
+
+
+def unfinished(folder: Place) -> list[tuple[int, Place]]:
+    """Returns (step, folder) of what no record names: it is being saved, or a save that was cut short has left it. Raises
+    OSError, or StorageError."""
+    matches = [*filter(None, map(NAME.fullmatch, folder.folders()))]  # first: what is committed meanwhile has a record then
+    names = {kept.folder for kept in committed_in(folder).values()}
+    return [(int(match[1]), folder / match[0]) for match in matches if match[0] not in names]
+
+
+def delete_left(folder: Place, term: WriterTerm) -> None:
+    """Deletes what older generations have left in a folder. Raises OSError, or StorageError."""
+    for _, place in unfinished(folder):
+        if writer_of(place.name) < term:
+            ours.delete_folder(place, UNCOMMITTED)
+    for name in folder.folders():
+        if ours.ON_THE_WAY.is_on(folder / name):  # of a deletion that was cut short
+            ours.delete_folder(folder / name, ours.ON_THE_WAY)
+    folder.store.delete_left(folder.key)
+
+
+# ---------------------------------------------------------------------- whether there is room
+
+
+def obstacle(folder: Place, num_bytes: int) -> str:
     """Returns why a state of `num_bytes` cannot be saved in `folder` now; empty if it can. A bucket is not asked: it has room,
     and whether it answers shows as it is written to."""
-    if not isinstance(folder, Path):
-        return ""
-    if not folder.is_dir():
-        return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
-    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     try:
-        space = os.statvfs(folder)
-        # `f_bavail`, not `f_bfree`: without the blocks that are kept for root.
-        free, needed = space.f_bavail * space.f_frsize, int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
+        free, needed = folder.store.room(), int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
+        if free is None:
+            return ""
+        if not folder.is_dir():
+            return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
         if free < needed:
             return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
+        # Free space does not tell whether a quota is used up, or whether the folder may be written to.
+        probe = folder / durable.beside(Path("probe")).name
         try:
-            # Free space does not tell whether a quota is used up, or whether the folder may be written to.
-            with durable.created(probe) as file:
-                file.write(bytes(PROBE_BYTES))
+            probe.put(bytes(PROBE_BYTES), makes_folder=False)
         finally:
-            ours.delete(probe, ours.PROBE)
+            ours.delete(probe, ours.TEMPORARY)
     except OSError as error:
         return unwritable(folder, error)
     return ""
 
 
-def unwritable(folder: Folder, error: Exception) -> str:
+def unwritable(folder: Place, error: Exception) -> str:
     return f"cannot write to {folder}: {_reason(error)}; make it writable, and the next save goes there"
 
 
-def models_of(folder: Folder) -> Folder:
-    """Returns the folder for the checkpoints of the parameters alone."""
-    return folder.parent / MODELS_FOLDER
+# ---------------------------------------------------------------------- which may go
 
 
 def delete_old(
-    folder: Folder,
-    newest: int,
+    folder: Place,
+    newest: int | None,
     superseded: Iterable[int],
     retention: Retention,
-    keep_model: Callable[[Folder, int], None] | None = None,
+    keep_model: Callable[[Place, int], None] | None = None,
     abandoned_models: Iterable[int] = (),
-    is_read: Callable[[Folder], bool] = lambda checkpoint: False,
+    is_read: Callable[[Place], bool] = lambda checkpoint: False,
     seen: Seen | None = None,
-    remove: Remove | None = None,
+    *,
+    remove: Callable[[Place, int], None],
 ) -> list[str]:
-    """Deletes the checkpoints that are no longer needed now that `newest` is committed and its files were read back for their
-    digests. Returns what went wrong.
+    """Deletes the checkpoints and models that are no longer needed now that `newest` is committed and its files were read back
+    for their digests; None: a model is committed, and models alone may go. Returns what went wrong.
 
     Steps that training has gone back behind (`superseded`) do not count as good. `keep_model(checkpoint, step)` creates a
     checkpoint of the parameters alone; if it raises, the whole checkpoint stays. `abandoned_models` belong to a course that was
     rolled back, and are deleted. A checkpoint that `is_read` now stays until a later call. `seen` is what earlier calls for this
     folder have found: with it the work does not grow with the number of checkpoints that stay.
-    `remove` is by default `remove_from_disk`.
+    `remove(folder, step)` removes what is saved of a step, and raises OSError if it cannot.
     """
-    models_folder, remove = models_of(folder), remove or remove_from_disk
-    if retention.keeps_everything:
-        return _delete_models(models_folder, abandoned_models, remove)
-    whole, models, scores = (seen or Seen()).look(folder, superseded, abandoned_models, newest, retention)
-    removals = retention.may_go(steps(folder), {newest, *whole}, models, scores)
+    removals, kept = MayGo([], [], []), committed_in(folder)
+    if not retention.keeps_everything:
+        whole, models, scores = (seen or Seen()).look(folder, superseded, abandoned_models, newest, retention)
+        removals = retention.may_go(kept, whole if newest is None else {newest, *whole}, models, scores)
     problems = []
-    for step in removals.checkpoints:
-        if is_read(at(folder, step)):
+    for step in removals.checkpoints if newest is not None else ():
+        if is_read(checkpoint := folder / kept[step].folder):
             continue
         try:
             if step in removals.into_models and keep_model is not None:
-                keep_model(at(folder, step), step)
+                keep_model(checkpoint, step)
             remove(folder, step)
         except Exception as error:  # a thread's boundary, and Orbax raises what its layers raise: tried again after the next save
             problems.append(f"the old checkpoint {folder / str(step)} could not be deleted: {_reason(error)}")
-    return problems + _delete_models(models_folder, {*removals.models, *abandoned_models}, remove)
-
-
-def delete_old_models(
-    folder: Folder, superseded: Iterable[int], retention: Retention, seen: Seen | None = None, remove: Remove | None = None
-) -> list[str]:
-    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints; `seen` and `remove`
-    are as in `delete_old`. Returns what went wrong."""
-    if retention.keeps_everything:
-        return []
-    whole, models, scores = (seen or Seen()).look(folder, superseded, (), None, retention)
-    removals = retention.may_go(steps(folder), whole, models, scores)
-    return _delete_models(models_of(folder), removals.models, remove or remove_from_disk)
+    for step in {*removals.models, *abandoned_models}:
+        try:
+            remove(models_of(folder), step)
+        except OSError as error:
+            problems.append(f"the old model {models_of(folder) / str(step)} could not be deleted: {_reason(error)}")
+    return problems
 
 
 class Seen:
@@ -183,12 +255,12 @@ class Seen:
     newest ones, which the others may be deleted for, are looked at each time. One thread uses it."""
 
     def __init__(self) -> None:
-        self._scores: dict[Folder, float | None] = {}
+        self._scores: dict[Place, float | None] = {}
         """The scores of those that are whole, by folder; None: it has none."""
 
     def look(
         self,
-        folder: Folder,
+        folder: Place,
         superseded: Iterable[int],
         abandoned_models: Iterable[int],
         newest: int | None,
@@ -202,13 +274,14 @@ class Seen:
         found |= {step: self._scores[path] for step, path in whole.items()}
         return {*whole}, {*models}, {step: score for step, score in found.items() if score is not None}
 
-    def _whole(self, folder: Folder, excluded: set[int], newest: int | None, retention: Retention) -> dict[int, Folder]:
-        counted = [step for step in steps(folder) if step not in excluded]
+    def _whole(self, folder: Place, excluded: set[int], newest: int | None, retention: Retention) -> dict[int, Place]:
+        kept = committed_in(folder)
+        counted = sorted(step for step in kept if step not in excluded)
         # The one of this save too, which need not have the highest step: its name may be that of one that was replaced.
         again = {*counted[-(retention.newest or 1) :], newest}
         whole = {}
         for step in counted:
-            path = at(folder, step)
+            path = folder / kept[step].folder
             if step in again or path not in self._scores:
                 self._scores.pop(path, None)
                 # Not kept of one that is not whole: a storage that does not answer just now makes it look so.
@@ -219,17 +292,7 @@ class Seen:
         return whole
 
 
-def _delete_models(folder: Folder, steps: Iterable[int], remove: Remove) -> list[str]:
-    problems = []
-    for step in steps:
-        try:
-            remove(folder, step)
-        except OSError as error:
-            problems.append(f"the old model {folder / str(step)} could not be deleted: {_reason(error)}")
-    return problems
-
-
-def _score(checkpoint: Folder, retention: Retention) -> float | None:
+def _score(checkpoint: Place, retention: Retention) -> float | None:
     """Returns the score; None if it has none. It is read from the checkpoint itself: so a restart finds it, and it is deleted
     with the checkpoint. An evaluation that is due at the step of a save runs first, so that the save records its score."""
     if not retention.best:
@@ -244,22 +307,25 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def is_whole(path: Folder) -> bool:
-    """Whether a checkpoint is whole, as far as names and sizes show. Raises StorageProblem of a bucket that does not answer."""
-    try:
-        content = manifest.read(path)
-    except manifest.DamagedError:
-        return False
-    # Sizes only: this runs for every checkpoint after every save, and digests would read all of them.
-    return next(content.problems(path, content.files, digest_up_to=0), None) is None
+# ---------------------------------------------------------------------- what is renamed, outside of a run
+
+
+def local(path: str) -> Path:
+    """Returns the absolute path. Raises CheckpointError for a URL."""
+    if documents.is_url(path):
+        raise CheckpointError(f"checkpoints need a local or mounted folder, not {path}: mount the bucket, and give the folder")
+    return Path(os.path.abspath(path))
+
+
+def name_on_the_way(name: str, what: str, token: str) -> str:
+    return f"{name}.{what}-{token}"
 
 
 def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
-    """Renames a finished checkpoint to `final`. With `replace`, what has that name is removed, if it carries that mark or is an
+    """Renames a finished folder to `final`. With `replace`, what has that name is removed, if it carries that mark or is an
     empty folder. Raises NotOursError if it does not, and OSError."""
     old = final.with_name(name_on_the_way(final.name, "replaced", uuid.uuid4().hex[:8]))
-    # A folder cannot be renamed over one that has files. If the process dies between the two renames, `committed.check`
-    # still counts the old one.
+    # A folder cannot be renamed over one that has files.
     if replace and final.exists() and not ours.is_empty(final):
         ours.check(final, replace)
         os.rename(final, old)
@@ -268,21 +334,6 @@ def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
     durable.sync_folder(final.parent)
     with suppress(OSError):
         ours.delete(old, ours.ON_THE_WAY)
-
-
-def remove_from_disk(folder: Folder, step: int) -> None:
-    """Removes what is saved of a step in the folder of a disk. Raises NotOursError if it is no checkpoint, and OSError."""
-    path = at(folder, step)
-    assert isinstance(path, Path)
-    delete(path)
-
-
-def delete(path: Path) -> None:
-    """Removes a checkpoint so that no part of it is ever taken for one. Raises NotOursError if it is none, and OSError."""
-    ours.check(path, CHECKPOINT)
-    renamed = path.with_name(name_on_the_way(path.name, "deleted", uuid.uuid4().hex[:8]))
-    os.rename(path, renamed)
-    ours.delete(renamed, ours.ON_THE_WAY)
 
 
 def _mib(num_bytes: int) -> str:

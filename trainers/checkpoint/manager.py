@@ -1,8 +1,8 @@
 """Checkpoints: saved in the background, committed by all hosts or none, and restored from the newest one that is whole.
 
-A checkpoint of step S (a batch index) is the folder `checkpoints/S`: `state` (the arrays, by Orbax), `meta.json` (the position
-of the data, the seed, the fingerprint of every leaf, the arguments) and `manifest.json` (size and digest of every file), which
-is written last.
+A checkpoint of step S (a batch index) is a folder `checkpoints/S-...` (`trainers.checkpoint.layout`): `state` (the arrays, by
+Orbax), `meta.json` (the position of the data, the seed, the fingerprint of every leaf, the arguments) and `manifest.json` (size
+and digest of every file), which is written last.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gangway.errors import NonFiniteStateError
+from gangway.storage.opening import place_of
+from gangway.storage.row import NO_DRIVER, WriterTerm
+from gangway.storage.store import Place
 from trainers import runtime
-from trainers.checkpoint import committed, layout, manifest, model_only, trial
+from trainers.checkpoint import layout, manifest, model_only, trial
 from trainers.checkpoint.commit import CommitError
-from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.course import Course
-from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.fingerprints import MeasuredState, Measurement
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.restorer import Accept, Restored, Restorer
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.savers import ModelSaver, StateSaver
-from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
 from trainers.config.arguments import TrainingArguments
@@ -53,16 +53,16 @@ class CheckpointManager:
         on_saved: Callable[[int, str], None],
         on_failed: Callable[[int, str], None],
         note: Callable[[str], None],
-        ordered: Committed = committed.NOTHING,
+        ordered_step: int | None = None,
         term: WriterTerm = NO_DRIVER,
         storage_patience_s: float | None = None,
     ):
-        """`ordered` is what the driver knows was committed; empty without a driver. `term` is the generation of this process.
+        """`ordered_step` is the highest step that the driver knows was committed. `term` is the generation of this process.
         `storage_patience_s` limits how long a save may wait for the storage before it begins; None: no limit."""
         self._storage_patience_s = storage_patience_s
         self._measured = MeasuredState(mesh, store, note)
-        self._course = Course(term)
-        self._owner = Ownership(layout.folder_of(folder), term, ordered, note)
+        self._course = Course()
+        self._owner = Ownership(place_of(folder), term, ordered_step, note)
         self._tidier = Tidier(self._owner, self._course, retention, note)
         self._saver = StateSaver(self._owner, self._course, self._tidier, on_saved=on_saved, on_failed=on_failed)
         self._models = ModelSaver(self._owner, self._tidier, note)
@@ -72,8 +72,8 @@ class CheckpointManager:
         """Starts a save; returns when the arrays were copied, so that `state` may be donated at once.
 
         Waits for the save before it, if that is still in progress. The hosts first agree on whether anything prevents the save
-        on any of them (no room, storage gone, the fence). If so, it has failed on all of them when this returns. The same holds
-        if the storage does not answer in time; with `patient` there is no such limit.
+        on any of them (no room, storage gone, another driver). If so, it has failed on all of them when this returns. The same
+        holds if the storage does not answer in time; with `patient` there is no such limit.
 
         Raises NonFiniteStateError, on all hosts, if values of the state have become infinite or NaN.
         """
@@ -81,7 +81,8 @@ class CheckpointManager:
         self.wait_for_save()
         if step == self.last_saved_step:
             return
-        described = self._measured_as_saved(step, state, meta)
+        # Before Orbax copies anything: what is read back later is compared with the state itself.
+        described = _AsSaved(step, meta, self._measured, state)
         if jax.default_backend() == "cpu":
             described.broken()  # waits: the cores that measure are those that write, and a save beside it slows it down threefold
         patience_s = None if patient else self._storage_patience_s
@@ -97,7 +98,7 @@ class CheckpointManager:
     def save_model(self, step: int, state: TrainState, meta: dict[str, Any], *, patient: bool = False) -> None:
         """Starts a save of the model alone, to the folder `models`; returns when it was copied. A checkpoint may be saved
         at the same time. A failure is noted."""
-        described = self._measured_as_saved(step, state, meta)
+        described = _AsSaved(step, meta, self._measured, state)
         patience_s = None if patient else self._storage_patience_s
         if problem := self._owner.claim(patience_s):
             self._models.failed(step, problem)
@@ -125,8 +126,8 @@ class CheckpointManager:
     def restore(self, abstract: TrainState, accept: Accept | None = None, before: int | None = None) -> Restored | None:
         """Restores the newest checkpoint that is whole and acceptable, of a step up to `before`; the same on all hosts.
 
-        Returns None if there are no checkpoints, or none was acceptable. `abstract` gives shapes and shardings, on any mesh. A
-        checkpoint that was not completely committed is a last resort.
+        Returns None if there are no checkpoints, or none was acceptable. `abstract` gives shapes and shardings, on any mesh. One
+        that has lost its manifest is a last resort.
 
         Raises CheckpointError if the checkpoints are of another model. Raises CheckpointUnavailableError if there are
         acceptable checkpoints and none of them is whole, or if some that were committed cannot be seen: training never starts
@@ -136,8 +137,8 @@ class CheckpointManager:
         return self._restorer.restore(abstract, accept, before)
 
     @property
-    def folder(self) -> Folder:
-        """Where the checkpoints are: on a disk each in a folder named by its step."""
+    def folder(self) -> Place:
+        """Where the checkpoints are, each in a folder of its own."""
         return self._owner.folder
 
     def steps(self) -> list[int]:
@@ -167,9 +168,9 @@ class CheckpointManager:
         """Why no save can succeed, whatever becomes of the storage; empty as far as is known."""
         return self._saver.unsavable
 
-    def follow_fence(self, path: str | None) -> None:
-        """Once there is something at `path`, another driver has the run, and nothing is committed any more."""
-        self._owner.follow_fence(path)
+    def follow_driver(self, driver_term: int) -> None:
+        """A driver of this term has taken this generation over. What older ones would commit is refused."""
+        self._owner.follow_driver(driver_term)
 
     def fingerprint(self, state: TrainState) -> np.ndarray:
         """Returns uint32[num_leaves, 2], the same on all hosts. All hosts must call this."""
@@ -202,17 +203,13 @@ class CheckpointManager:
             return str(error)
         return trial.problem(state)
 
-    def _measured_as_saved(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> _AsSaved:
-        # Before Orbax copies anything: what is read back later is compared with the state itself.
-        return _AsSaved(step, {**meta, "format": manifest.FORMAT, "step": step, "term": self._course.term}, self._measured, state)
-
 
 class _AsSaved:
     """What the meta of a checkpoint says of a state, which the devices still measure."""
 
     def __init__(self, step: int, about: Mapping[str, Any], measured: MeasuredState, state: TrainState):
         self.measurement: Measurement = measured.begin(state)
-        self._step, self._about, self._measured = step, about, measured
+        self._step, self._about, self._measured = step, {**about, "format": manifest.FORMAT, "step": step}, measured
 
     def broken(self) -> list[str]:
         """Returns the leaves that are not finite and should be. Waits for the device."""
@@ -246,10 +243,9 @@ def manager_of(
         on_saved=saved,
         on_failed=lambda step, error: host.emit({"ev": "save_failed", "step": step, "error": error}),
         note=host.note,
-        ordered=Committed(host.run, host.committed_step),
+        ordered_step=host.committed_step,
         term=WriterTerm(host.driver_term, host.generation),
         storage_patience_s=arguments.checkpoint.storage_patience_s,
     )
-    # The agent may send the fence later, when another driver takes over.
-    host.follow_fence(manager.follow_fence)
+    host.follow_driver(manager.follow_driver)
     return manager

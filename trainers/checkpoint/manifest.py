@@ -6,17 +6,13 @@ their own digest, so that a changed byte in them is noticed.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from gangway.storage import documents, durable
 from gangway.storage.documents import DocumentKind, NewerDocument, StorageError
 from gangway.storage.store import Place, StorageProblem
-from trainers.checkpoint.standing import Folder
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -93,92 +89,54 @@ class Manifest:
         """Whether it has tags in place of digests: it was saved to a bucket."""
         return any(entry.sha256.startswith(TAG) for entry in self.files.values())
 
-    def problems(self, folder: Folder, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
+    def problems(self, folder: Place, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
         """Yields what is wrong with these files of the checkpoint in `folder`. Sizes are always compared, and tags where they are
         those of this place; digests only of files of at most `digest_up_to` bytes (None: of all). Raises StorageProblem of a
         bucket that does not answer."""
-        if isinstance(folder, Place):
-            yield from self._problems_in_bucket(folder, names, digest_up_to)
-            return
-        for name in names:
-            entry = self.files[name]
-            try:
-                size = (folder / name).stat().st_size
-                # The size first: that costs no reading.
-                if size != entry.size:
-                    yield f"{name} has {size} bytes, {entry.size} were saved"
-                elif self._is_another(folder / name, entry, digest_up_to):
-                    yield f"the contents of {name} are not those that were saved (digests differ)"
-            except FileNotFoundError:
-                yield f"{name} is missing"
-            except OSError as error:
-                yield f"{name} cannot be read: {error.strerror or error}"
-
-    def _problems_in_bucket(self, folder: Place, names: Iterable[str], digest_up_to: int | None) -> Iterator[str]:
         found = {entry.name: entry for entry in folder.list()}  # one request for up to a thousand files
         for name in names:
             entry, there = self.files[name], found.get(name)
             if there is None:
                 yield f"{name} is missing"
-            elif there.size != entry.size:
+            elif there.size != entry.size:  # first: that costs no reading
                 yield f"{name} has {there.size} bytes, {entry.size} were saved"
-            elif entry.sha256.startswith(TAG) and self.at == folder.url and entry.sha256 != TAG + there.tag:
-                yield f"{name} is not the object that was saved (its tag is another one)"
-            elif self._is_another(folder / name, entry, digest_up_to):
-                yield f"the contents of {name} are not those that were saved (digests differ)"
-
-    @staticmethod
-    def _is_another(file: Folder, entry: Entry, digest_up_to: int | None) -> bool:
-        """Whether the contents are others. Tags say nothing of them."""
-        is_compared = not entry.sha256.startswith(TAG) and (digest_up_to is None or entry.size <= digest_up_to)
-        return is_compared and digest(file).sha256 != entry.sha256
-
-
-def tagged(folder: Place, step: int | None, committed_s: float) -> Manifest:
-    """Returns the manifest of what is in a folder of a bucket now: sizes and tags, by one listing. Raises StorageProblem."""
-    files = {entry.name: Entry(entry.size, TAG + entry.tag) for entry in folder.list() if entry.name != MANIFEST_FILE}
-    return Manifest(step, committed_s, files, folder.url)
+            elif entry.sha256.startswith(TAG):  # it says nothing of the contents of a copy
+                if self.at == folder.url and entry.sha256 != TAG + there.tag:
+                    yield f"{name} is not the object that was saved (its tag is another one)"
+            elif digest_up_to is None or entry.size <= digest_up_to:
+                try:
+                    if digest(folder / name).sha256 != entry.sha256:
+                        yield f"the contents of {name} are not those that were saved (digests differ)"
+                except StorageProblem as error:
+                    if not folder.store.is_local:
+                        raise
+                    yield f"{name} cannot be read: {error.strerror}"  # a disk that is damaged there
 
 
-def names_below(folder: Folder) -> list[str]:
+def of_files(folder: Place, step: int | None, committed_s: float, files: dict[str, Entry]) -> Manifest:
+    """Returns the manifest of what was written to a folder: of `files`, of which digests were taken, or of a bucket of what it
+    lists, with tags. Raises StorageProblem."""
+    if not folder.store.tags_last:
+        return Manifest(step, committed_s, files)
+    listed = {entry.name: Entry(entry.size, TAG + entry.tag) for entry in folder.list() if entry.name != MANIFEST_FILE}
+    return Manifest(step, committed_s, listed, folder.url)
+
+
+def names_below(folder: Place) -> list[str]:
     """Returns the names of the files of the checkpoint in `folder`, sorted, without the manifest."""
-    if isinstance(folder, Place):
-        return [entry.name for entry in folder.list() if entry.name != MANIFEST_FILE]
-    names = []
-    for parent, _, files in os.walk(folder):
-        names += [os.path.relpath(os.path.join(parent, file), folder) for file in files]
-    # With `/` on every system: the manifest may be read on another one.
-    return sorted(name.replace(os.sep, "/") for name in names if name != MANIFEST_FILE)
+    return [entry.name for entry in folder.list() if entry.name != MANIFEST_FILE]
 
 
-def digest(path: Folder) -> Entry:
-    """Returns size and digest of the file as it is on disk, or in the bucket, now. Raises OSError."""
-    if isinstance(path, Place):
-        return _digest_of_object(path)
-    with open(path, "rb") as file:
-        return Entry(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _digest_of_object(place: Place) -> Entry:
+def digest(place: Place) -> Entry:
+    """Returns size and digest of a file as it is in the storage now. Raises FileNotFoundError, or StorageProblem."""
     sha256, size = hashlib.sha256(), 0
-    while part := place.store.get_part(place.key, size, size + READ_BYTES):
+    while part := place.part(size, size + READ_BYTES):
         sha256.update(part)
         size += len(part)
-    if part is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", place.url)
     return Entry(size, sha256.hexdigest())
 
 
-def write_document(path: Folder, text: str) -> None:
-    """Writes a document of a checkpoint. On a disk it makes no folder: if that is gone, the storage is, and a new one would be on
-    whatever disk is below the mount point. Raises OSError."""
-    if not isinstance(path, Place):
-        durable.write(path, text)
-    else:
-        documents.write_text(path, text)
-
-
-def write(folder: Folder, manifest: Manifest) -> str:
+def write(folder: Place, manifest: Manifest) -> str:
     """Writes the manifest atomically and reads it back; returns its digest. Raises OSError, or DamagedError if it reads
     differently."""
     document = {
@@ -188,20 +146,20 @@ def write(folder: Folder, manifest: Manifest) -> str:
         **({"at": manifest.at} if manifest.at else {}),
     }
     text = MANIFEST_KIND.text(document)
-    write_document(folder / MANIFEST_FILE, text)
+    (folder / MANIFEST_FILE).put(text.encode(), makes_folder=False)
     # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint. A bucket tears nothing.
-    if not isinstance(folder, Place) and read(folder) != manifest:
+    if not folder.store.tags_last and read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def digest_of(folder: Folder) -> str | None:
+def digest_of(folder: Place) -> str | None:
     """Returns the digest of the manifest, as `write` has returned it; None if there is none. Raises OSError."""
-    content = documents.read_bytes(folder / MANIFEST_FILE)
+    content = (folder / MANIFEST_FILE).get()
     return None if content is None else hashlib.sha256(content).hexdigest()
 
 
-def read(folder: Folder) -> Manifest:
+def read(folder: Place) -> Manifest:
     """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged, NewerError; and
     StorageProblem of a bucket that does not answer."""
     document = _read(MANIFEST_KIND, folder / MANIFEST_FILE)
@@ -211,7 +169,7 @@ def read(folder: Folder) -> Manifest:
     return Manifest(document["step"], float(document["committed_s"]), files, document.get("at", ""))
 
 
-def read_meta(folder: Folder) -> dict[str, Any]:
+def read_meta(folder: Place) -> dict[str, Any]:
     """Returns the meta document of the checkpoint in `folder`. Raises DamagedError, or NewerError; and StorageProblem of a bucket
     that does not answer."""
     meta = _read(META_KIND, folder / META_FILE)
@@ -220,16 +178,14 @@ def read_meta(folder: Folder) -> dict[str, Any]:
     return {**meta, "format": FORMAT}
 
 
-def _read(kind: DocumentKind, path: Folder) -> dict[str, Any] | None:
+def _read(kind: DocumentKind, path: Place) -> dict[str, Any] | None:
     try:
         return kind.read(path)
     except NewerDocument as error:
         raise NewerError(str(error)) from error
-    except StorageProblem as error:
-        if isinstance(path, Place):
-            raise  # nothing is known of the checkpoint: another one must not take its place
-        raise DamagedError(f"{path.name} is damaged: {_line(error)}") from error
     except (OSError, StorageError) as error:
+        if isinstance(error, StorageProblem) and not path.store.is_local:
+            raise  # nothing is known of the checkpoint: another one must not take its place
         raise DamagedError(f"{path.name} is damaged: {_line(error)}") from error
 
 

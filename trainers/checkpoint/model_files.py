@@ -7,7 +7,6 @@ parts (`trainers.checkpoint.tensor_files`).
 from __future__ import annotations
 
 import atexit
-import errno
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,7 +16,6 @@ from pathlib import Path
 from gangway.errors import CheckpointError
 from gangway.storage import ours
 from gangway.storage.store import Entry, Place
-from trainers.checkpoint.standing import Folder
 from trainers.config.hf_files import MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
 
 BESIDE_WEIGHTS = frozenset((*MODEL_FILES, *TOKENIZER_FILES, PREPROCESSOR_FILE))
@@ -25,50 +23,11 @@ MAX_COPIED_BYTES = 1 << 30
 """Of the small files of one folder, together."""
 
 
-def is_file(path: Folder) -> bool:
-    """Whether there is such a file, or such an object. Raises StorageProblem of a bucket that does not answer."""
-    if isinstance(path, Place):
-        return bool(path.key) and path.exists()
-    return path.is_file()
-
-
-def content(path: Folder) -> bytes:
-    """Returns what is in a file. Raises FileNotFoundError, or OSError."""
-    if not isinstance(path, Place):
-        return path.read_bytes()
-    found = path.get()
-    if found is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", path.url)
-    return found
-
-
-def size(path: Folder) -> int:
-    """Returns the bytes of a file. Raises FileNotFoundError, or OSError."""
-    if not isinstance(path, Place):
-        return path.stat().st_size
-    entry = path.store.entry(path.key)
-    if entry is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", path.url)
-    return entry.size
-
-
-def part(path: Folder, start: int, stop: int) -> bytes:
-    """Returns the bytes from `start` up to `stop`, fewer where the file ends. Raises FileNotFoundError, or OSError."""
-    if not isinstance(path, Place):
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
-    found = path.store.get_part(path.key, start, stop)
-    if found is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", path.url)
-    return found
-
-
-def here(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> Path:
+def here(folder: Place, wanted: Callable[[str], bool] = lambda name: True) -> Path:
     """Returns the folder on this machine: of a bucket a copy of its `wanted` files, by their names in it, which is deleted when
     this process ends. Raises CheckpointError if they are larger than small files are, and OSError."""
-    if not isinstance(folder, Place):
-        return folder
+    if folder.store.is_local:
+        return folder.path
     entries = [entry for entry in folder.list() if wanted(entry.name)]
     if (total := sum(entry.size for entry in entries)) > MAX_COPIED_BYTES:
         raise CheckpointError(
@@ -81,7 +40,7 @@ def here(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> P
     return made
 
 
-def model_here(folder: Folder) -> Path:
+def model_here(folder: Place) -> Path:
     """Like `here`, for a folder of Hugging Face: the files that describe the model, and the tokenizer."""
     return here(folder, lambda name: name in BESIDE_WEIGHTS or name.startswith(f"{MORE_TEMPLATES}/"))
 

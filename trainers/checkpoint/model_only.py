@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangway.storage import durable, json_text, ours
+from gangway.storage import json_text
 from gangway.storage.store import Place
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import manifest
 from trainers.checkpoint.array_io import ArrayFiles
-from trainers.checkpoint.commit import CommitError
 
 if TYPE_CHECKING:
     from trainers.checkpoint.ownership import Ownership
@@ -24,44 +21,22 @@ STATE = "model_state"
 """The same for the model's other state. A model that has none has no such files."""
 
 
-def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callable[[], str]) -> None:
-    """Creates `final` from the model in `checkpoint`, atomically. Every byte is checked first, because the whole
-    checkpoint is deleted afterwards. One host calls this; it needs memory for the whole model. Raises what went wrong, or what
-    `forbidden` returns."""
-    content = manifest.read(checkpoint)
-    if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
-        raise manifest.DamagedError(problem)
-    work = final.with_name(layout.name_on_the_way(final.name, "saving", uuid.uuid4().hex[:8]))
-    try:
-        (work / manifest.STATE_FOLDER).mkdir(parents=True)
-        meta = manifest.read_meta(checkpoint)
-        arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
-        durable.write(work / manifest.META_FILE, json_text.seal(meta_of(meta)))
-        files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
-        manifest.write(work, manifest.Manifest(content.step, time.time(), files))
-        # At the last moment: copying may have taken long, and another driver may have taken over meanwhile.
-        if problem := forbidden():
-            raise CommitError(problem)
-        # What is there already is damaged, or of an abandoned course: a whole one is not made again.
-        layout.put_in_place(work, final, replace=layout.CHECKPOINT)
-    finally:
-        with suppress(OSError):
-            ours.delete(work, ours.ON_THE_WAY)
-
-
-def keep_in_bucket(arrays: ArrayFiles, checkpoint: Place, models: Place, step: int, owner: Ownership, name: str) -> None:
-    """Like `keep`, in a bucket: copied to the folder `name` of `models`, and then recorded. What a process that died has left of
-    it is in no record, and a later generation deletes it. Raises what went wrong; nothing is left then, if that can be told."""
+def keep(arrays: ArrayFiles, checkpoint: Place, models: Place, step: int, owner: Ownership, name: str) -> None:
+    """Copies the model in `checkpoint` to the folder `name` of `models`, and records it. Every byte is checked first, because the
+    whole checkpoint is deleted afterwards. One host calls this; it needs memory for the whole model. What a process that died has
+    left of it is in no record, and a later generation deletes it. Raises what went wrong; nothing is left then, if that can be
+    told."""
     content = manifest.read(checkpoint)
     if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
         raise manifest.DamagedError(problem)
     work, meta, recording = models / name, manifest.read_meta(checkpoint), False
     try:
+        (work / manifest.STATE_FOLDER).make(around=True)
         arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
-        manifest.write_document(work / manifest.META_FILE, json_text.seal(meta_of(meta)))
-        digest = manifest.write(work, manifest.tagged(work, content.step, time.time()))
-        if problem := owner.forbidden():
-            raise CommitError(problem)
+        (work / manifest.META_FILE).put(json_text.seal(meta_of(meta)).encode())
+        files = {} if work.store.tags_last else {file: manifest.digest(work / file) for file in manifest.names_below(work)}
+        digest = manifest.write(work, manifest.of_files(work, content.step, time.time(), files))
+        models.settle()
         recording = True  # whether it was recorded cannot be told from here on, if that raises
         owner.commit(models, step, name, digest)
     except BaseException:

@@ -4,57 +4,106 @@ from __future__ import annotations
 
 import os
 import socket
-import uuid
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 import jax
 
 from gangway.errors import CheckpointUnavailableError
 from gangway.storage import ours
 from gangway.storage.documents import StorageError
-from gangway.storage.row import NO_DRIVER, Kept, OvertakenError, WriterTerm
+from gangway.storage.row import NO_DRIVER, Kept, OvertakenError, Record, WriterTerm
 from gangway.storage.store import Place
-from trainers.checkpoint import committed, fence, layout, manifest, standing
-from trainers.checkpoint.commit import CommitError, delete
-from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.standing import Folder
-from trainers.checkpoint.storage_check import StorageCheck
+from trainers.checkpoint import layout
+from trainers.checkpoint.commit import CommitError
 from trainers.runtime import multihost
 from trainers.runtime.multihost import of_host0
+
+RETRIES = 3
+RETRY_S = 0.5
+FRESH_S = 60.0
+"""A late answer counts for the next question if it is no older than this."""
+
+
+class StorageCheck:
+    """Asks what prevents a save. There is one thread and one question at a time.
+
+    A call into a file system that hangs cannot be ended from outside: its thread waits in the kernel. So an unanswered question
+    stays pending, and no save begins before the storage has answered it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._pending: _Question | None = None
+
+    def ask(self, question: Callable[[], str], patience_s: float | None) -> str:
+        """Returns what `question` returns (empty if nothing prevents a save). If the storage does not answer within
+        `patience_s` (None: no limit), returns that as the problem. Raises what `question` raises."""
+        late = self._pending is not None
+        pending = self._pending = self._pending or _Question(question, self._clock)
+        if not pending.done.wait(patience_s):
+            return f"the storage has not answered for {self._clock() - pending.asked_s:.0f} s; the next save waits until it does"
+        # Only after an answer: a new question to a storage that hangs would only add a thread that hangs.
+        self._pending = None
+        if late and self._clock() - pending.answered_s > FRESH_S:
+            return self.ask(question, patience_s)
+        if pending.error is not None:
+            raise pending.error
+        return pending.answer
+
+
+class _Question:
+    def __init__(self, question: Callable[[], str], clock: Callable[[], float]):
+        self.asked_s = self.answered_s = clock()
+        self.done = threading.Event()
+        self.answer = ""
+        self.error: BaseException | None = None
+        self._question, self._clock = question, clock
+        # A daemon: a thread that hangs in the kernel must not keep the process from ending.
+        threading.Thread(target=self._run, name="storage check", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.answer = self._question()
+        except BaseException as error:  # a thread's boundary: raised where it was asked
+            self.error = error
+        # Before `done` is set: whoever waits for it reads the time next.
+        self.answered_s = self._clock()
+        self.done.set()
 
 
 class Ownership:
     """Claims the folder for one generation, and tells whether it still has it.
 
-    `ordered` is what the driver knows was committed; empty without a driver.
+    `ordered_step` is the highest step that the driver knows was committed; None without a driver.
     """
 
-    def __init__(self, folder: Folder, term: WriterTerm, ordered: Committed, note: Callable[[str], None]):
+    def __init__(self, folder: Place, term: WriterTerm, ordered_step: int | None, note: Callable[[str], None]):
         self.folder, self.term = folder, term
-        self._row = standing.row_of(folder)
+        self._row = layout.row_of(folder)
         self._writer = term
         """The term of what this process records. Without a driver it takes the run over for itself, as a driver would."""
-        self.fence: str | None = None
-        """The path of the document that the next driver will create; None without a driver."""
         self._note = note
-        self._committed = ordered
-        """What must be in the folder, beside what its records say: what the driver knew, and what this process has committed."""
+        self._expected = ordered_step
+        """The step up to which checkpoints must be in the folder: what the driver knew, and what this process has committed."""
         self._claimed = False
-        """Whether this process has created or checked the folder and its record. If they are gone later, the storage is gone:
-        creating the folder anew would save to the wrong disk."""
+        """Whether this process has created or checked the folder. If it is gone later, the storage is gone: creating the folder
+        anew would save to the wrong disk."""
+        self._seen: tuple[int, int] | None = None
+        """Which folder of this machine was there at the first save: another one in its place is the mount point of storage that
+        has gone."""
         self._cleared = False
         """Whether what a process that died has left was deleted."""
-        self._discarded: set[Folder] = set()
+        self._discarded: set[Place] = set()
         """The folders that do not count, and may still be there."""
         self._storage = StorageCheck()
 
-    def follow_fence(self, path: str | None) -> None:
-        """Once there is something at `path`, another driver has the run, and nothing is committed any more. A driver that takes
-        this generation over sends another path, and with it the generation is of that driver's term."""
-        self.fence = path
-        if path is not None and (driver_term := fence.driver_term_of(path)) is not None and self.term != NO_DRIVER:
+    def follow_driver(self, driver_term: int) -> None:
+        """A driver of this term has the run. It has taken this generation over: from now on that is one of its own."""
+        if self.term != NO_DRIVER:
             self._writer = max(self._writer, WriterTerm(driver_term, self.term.generation))
 
     def claim(self, patience_s: float | None) -> str:
@@ -69,8 +118,6 @@ class Ownership:
 
     def fenced(self) -> str:
         """Returns why nothing may be committed; empty if it may. For host 0, which commits."""
-        if isinstance(self.folder, Path) and (problem := fence.fenced(self.fence, self.folder, self.term)):
-            return problem
         try:
             newest = self._row.newest()
         except (OSError, StorageError) as error:
@@ -79,49 +126,60 @@ class Ownership:
             return f"it is not known whose the run is ({newest.damaged}): nothing is committed until a driver takes it over"
         return str(OvertakenError(self._writer, newest)) if newest.term > self._writer > NO_DRIVER else ""
 
-    def at(self, step: int) -> Folder:
+    def at(self, step: int) -> Place:
         """Returns the folder of the checkpoint of a step. Raises OSError, or StorageError."""
-        return standing.at(self.folder, step)
+        return layout.at(self.folder, step)
 
-    def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step, or something else in its place. Raises OSError, or StorageError."""
-        return self.at(step).exists() if isinstance(self.folder, Path) else step in layout.steps(self.folder)
-
-    def commit(self, folder: Folder, step: int, name: str, digest: str) -> None:
-        """Records that `name` in `folder`, which is that of the checkpoints or of the models, is committed. Raises CommitError if
-        another driver has the run, and OSError if nobody can tell."""
-        try:
-            replaced = self._row.commit(self._writer, step, Kept(name, digest), folder.name)
-        except OvertakenError as error:
-            raise CommitError(f"{error}: no checkpoint is committed from here") from error
-        except StorageError as error:
-            raise CommitError(str(error)) from error
-        if isinstance(folder, Place) and replaced is not None and replaced.folder != name:
-            self._discarded.add(folder / replaced.folder)
-
-    def remove(self, folder: Folder, step: int) -> None:
-        """Removes what is saved of a step in one of these folders: first it no longer counts. Raises CommitError or OSError."""
-        path = standing.at(folder, step)
-        try:
-            if step in self._row.newest().of(folder.name):
-                self._row.remove(self._writer, [step], folder.name)
-        except (OvertakenError, StorageError) as error:
-            raise CommitError(f"{path} stays: {error}") from error
-        if isinstance(path, Place):
-            self.discard(path)
+    def commit(self, folder: Place, step: int, name: str, digest: str) -> None:
+        """Records that `name` in `folder`, which is that of the checkpoints or of the models, is committed; in a thread that may
+        wait: storage that fails for a moment costs no checkpoint. Raises CommitError if another driver has the run, and OSError
+        if nobody can tell."""
+        kept, unclear = Kept(name, digest), None
+        for pause_s in (*[RETRY_S] * RETRIES, 0.0):
+            try:
+                replaced = self._row.commit(self._writer, step, kept, folder.name)
+                break
+            except OvertakenError as error:
+                # A try before this one may have recorded it, and got no answer.
+                if error.newest.of(folder.name).get(step) != kept:
+                    raise CommitError(f"{error}: no checkpoint is committed from here") from error
+                replaced = None
+                break
+            except StorageError as error:
+                if unclear is not None:
+                    raise unclear from error
+                raise CommitError(str(error)) from error
+            except OSError as error:
+                unclear = error
+                time.sleep(pause_s)
         else:
-            layout.delete(path)
+            assert unclear is not None
+            raise unclear
+        if replaced is not None and replaced.folder != name:
+            self._discarded.add(folder / replaced.folder)
+        if folder == self.folder:
+            self._expected = max(step, self._expected or 0)
 
-    def discard(self, work: Folder) -> None:
+    def remove(self, folder: Place, step: int) -> None:
+        """Removes what is saved of a step in one of these folders: first it no longer counts. Raises CommitError or OSError."""
+        try:
+            if (kept := self._row.newest().of(folder.name).get(step)) is None:
+                return
+            self._row.remove(self._writer, [step], folder.name)
+        except (OvertakenError, StorageError) as error:
+            raise CommitError(f"{folder / str(step)} stays: {error}") from error
+        self.discard(folder / kept.folder)
+
+    def discard(self, work: Place) -> None:
         """Deletes a folder that was not committed, or does not count any more. Raises OSError: `delete_discarded` tries it
         again."""
         self._discarded.add(work)
-        delete(work)
+        ours.delete_folder(work, layout.UNCOMMITTED)
         self._discarded.discard(work)
 
-    def delete_discarded(self, is_read: Callable[[Folder], bool]) -> list[str]:
-        """Deletes what a save has replaced in a bucket, and what could not be deleted before; but not what `is_read` now. Returns
-        what went wrong: that is tried again at the next call. For host 0."""
+    def delete_discarded(self, is_read: Callable[[Place], bool]) -> list[str]:
+        """Deletes what a save has replaced, and what could not be deleted before; but not what `is_read` now. Returns what went
+        wrong: that is tried again at the next call. For host 0."""
         problems = []
         for folder in [folder for folder in self._discarded.copy() if not is_read(folder)]:
             try:
@@ -130,79 +188,56 @@ class Ownership:
                 problems.append(f"{folder}, which does not count, could not be deleted: {error.strerror or error}")
         return problems
 
-    def forbidden(self) -> str:
-        """Like `fenced`, with several tries. For host 0, in a thread that may wait."""
-        return fence.with_patience(self.fenced)
-
     def lost(self) -> str:
         """Returns that the storage is gone; empty if it is there. Raises OSError."""
-        if isinstance(self.folder, Place):
+        if not self.folder.store.is_local:
             return ""  # nothing else can be at this URL
-        # The record was there when the folder was claimed. Without it, what is at this path now is another disk.
-        if committed.is_there(self.folder):
+        newest = self._row.newest()
+        if absent := self._absent(newest):
+            return absent
+        kept, there, here = newest.of(self.folder.name).values(), {*self.folder.folders()}, self._folder_here()
+        self._seen = self._seen or here
+        if not kept or any(one.folder in there for one in kept) or (here and here == self._seen):
+            return ""  # whoever deletes checkpoints deletes no folder
+        return f"{self.folder} is gone: bring the storage back (is it mounted on this host?), and the next save goes there"
+
+    def _folder_here(self) -> tuple[int, int] | None:
+        """Returns what identifies the folder on this machine; None if it is not there, or in a bucket."""
+        with suppress(OSError, TypeError):
+            found = os.stat(self.folder.path)
+            return found.st_dev, found.st_ino
+        return None
+
+    def _absent(self, newest: Record) -> str:
+        """Returns that the storage of this run is not there, if the row lacks the record with which its driver took it over."""
+        if newest.term.driver_term >= self._writer.driver_term or newest.damaged:
             return ""
-        gone = self.folder / committed.FILE if self.folder.is_dir() else self.folder
-        return f"{gone} is gone: bring the storage back (is it mounted on this host?), and the next save goes there"
+        return (
+            f"{self.folder} is not there, or another run's: its row does not have driver term {self._writer.driver_term}; bring "
+            "the storage back (is it mounted on this host?), and the next save goes there"
+        )
 
     def clear_leftovers(self) -> None:
-        """Before the first save: deletes what a process that died has left. No other gang works here: the fence would exist. For
-        host 0."""
+        """Before the first save: deletes what a process that died has left. No other gang works here: it would have a later term.
+        For host 0."""
         if self._cleared:
             return
         # Once: later ones may be in progress, for models are saved beside the checkpoints.
         self._cleared = True
         for folder in (self.folder, layout.models_of(self.folder)):
-            for path in layout.on_the_way(folder):
-                with suppress(OSError):
-                    delete(path)
-            if isinstance(folder, Place):
-                with suppress(OSError, StorageError):
-                    for left in standing.left_by_others(folder, self._writer):
-                        delete(left)
-        if isinstance(self.folder, Place):
-            return
-        for probe in self.folder.glob(f"{layout.PROBE}*"):
-            with suppress(OSError):
-                ours.delete(probe, ours.PROBE)  # another host that writes one just now needs no name for it
+            with suppress(OSError, StorageError):
+                layout.delete_left(folder, self._writer)
 
-    def record(self, step: int) -> None:
-        """Remembers that `step` was committed; host 0 writes it into the records."""
-        self._committed = self._committed.and_(Committed(step=step))
-        if jax.process_index() > 0 or isinstance(self.folder, Place):
-            return
-        for folder in (self.folder, self.folder.parent):
-            try:
-                committed.write(folder, self._committed)
-            except OSError as error:  # the checkpoint itself is committed
-                reason = error.strerror or error
-                self._note(f"{folder / committed.FILE} could not be written: {reason}; the next save tries again")
-
-    def check(self, steps: Iterable[int]) -> Committed:
-        """Returns what is recorded of the run. Raises CheckpointUnavailableError if `steps` cannot be all that were committed."""
-        return committed.check(self.folder, steps, self._committed)
-
-    def claim_again(self) -> None:
-        """Before a restore: from here on an older generation that still lives cannot commit any more. For host 0."""
-        with suppress(OSError):  # read-only storage: the first save claims the folder, or reports why not
-            if isinstance(self.folder, Path):
-                fence.claim(self.folder, self.term)
-            with suppress(OvertakenError, StorageError):
-                self._claim_row()
-
-    def finish_recorded(self) -> bool:
-        """Gives its name to what was recorded as committed on a disk by a process that died, or sleeps, before it could do so;
-        returns whether there was something. After `claim_again`: nothing of an older generation is recorded any more. For host
-        0. Raises OSError."""
-        found = False
-        for work in layout.on_the_way(self.folder):
-            step = layout.step_on_the_way(work)
-            kept = self._row.newest().of(self.folder.name).get(step)
-            if kept is None or ".saving-" not in work.name or kept.digest != manifest.digest_of(work):
-                continue
-            with suppress(OSError):  # that process may be doing it just now
-                layout.put_in_place(work, work.with_name(kept.folder), replace=layout.CHECKPOINT)
-            found = True
-        return found
+    def listed(self) -> Record:
+        """Returns what the row says, before a restore: from here on an older generation that still lives cannot commit any more.
+        For host 0. Raises CheckpointUnavailableError if there must be more checkpoints, OSError, or StorageError."""
+        newest = self._row.newest()
+        if self._writer != NO_DRIVER or layout.steps(self.folder):
+            # Read-only storage, or a later generation: the first save claims the run, or says why not.
+            with suppress(OSError, OvertakenError, StorageError):
+                newest = self._claim_row()
+        layout.check(self.folder, newest, self._expected)
+        return newest
 
     def _claim_folder(self) -> str:
         """Creates the folder, on host 0, and only if nothing was ever committed. If something was, and the folder is not there,
@@ -210,24 +245,20 @@ class Ownership:
         if problem := self.fenced():
             return problem
         try:
-            recorded = self.check(layout.steps(self.folder))
-            # `and_` keeps a name that is recorded already: the random one is only for a run without a name.
-            self._committed = recorded.and_(Committed(run=uuid.uuid4().hex[:12]))
-            if isinstance(self.folder, Path):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                committed.ensure(self.folder, self._committed)
-                fence.claim(self.folder, self.term)
-                # After this generation's claim exists: there is never a moment without one.
-                fence.drop_older_claims(self.folder, self.term)
+            layout.check(self.folder, self._row.newest(), self._expected)
             self._claim_row()
+            self.folder.make(around=True)
         except (CheckpointUnavailableError, OvertakenError) as error:
             return str(error)
         except (OSError, StorageError) as error:
             return layout.unwritable(self.folder, error)
         return ""
 
-    def _claim_row(self) -> None:
-        """Raises OvertakenError, OSError or StorageError."""
+    def _claim_row(self) -> Record:
+        """Raises OvertakenError, CheckpointUnavailableError, OSError or StorageError."""
         if self._writer == NO_DRIVER:
-            self._writer = self._row.take_over({"hostname": socket.gethostname(), "pid": os.getpid()}).term
-        self._row.claim(self._writer)
+            holder = {"hostname": socket.gethostname(), "pid": os.getpid()}
+            self._writer = self._row.take_over(holder, found=partial(layout.without_row, self.folder.parent)).term
+        if absent := self._absent(self._row.newest()):
+            raise CheckpointUnavailableError(absent)
+        return self._row.claim(self._writer)

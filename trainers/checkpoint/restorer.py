@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +13,11 @@ from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.documents import StorageError
 from gangway.storage.store import Place, StorageProblem
 from gangway.wire.events import RefusedCheckpoint
-from trainers.checkpoint import fence, layout, manifest
+from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles, is_outage
-from trainers.checkpoint.course import Course, term_of
-from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.checkpoint.course import Course
 from trainers.checkpoint.fingerprints import MeasuredState
 from trainers.checkpoint.ownership import Ownership
-from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, of_host0, one_line
@@ -46,25 +44,25 @@ class Restorer:
 
     def restore(self, abstract: TrainState, accept: Accept | None, before: int | None) -> Restored | None:
         """See `trainers.checkpoint.manager.CheckpointManager.restore`."""
-        complete, unfinished = self._listed()
         # All of them, also those after `before`: going back supersedes them.
-        everything = {*complete, *unfinished}
-        complete, unfinished = ([s for s in steps if before is None or s <= before] for steps in (complete, unfinished))
+        everything = self._listed()
         skipped: list[RefusedCheckpoint] = []
-        for step in (*complete, *unfinished):
+        # Those that have lost their manifest are a last resort: these steps come once more.
+        tried = deque((step, False) for step in everything if before is None or step <= before)
+        while tried:
+            step, last_resort = tried.popleft()
             try:
-                restored = self._restore_step(step, abstract, accept, last_resort=step in unfinished)
+                restored = self._restore_step(step, abstract, accept, last_resort=last_resort)
             except manifest.DamagedError as error:
-                skipped.append({"step": step, "why": str(error)})
+                if manifest.NOT_COMMITTED in str(error) and not last_resort:
+                    tried.append((step, True))
+                skipped = [*(bad for bad in skipped if bad["step"] != step), {"step": step, "why": str(error)}]
                 continue
             if restored is None:
                 continue  # refused, which is no fault of the storage: it does not count as skipped
             state, meta = restored
-            newer: list[RefusedCheckpoint] = [{"step": s, "why": manifest.NOT_COMMITTED} for s in unfinished if s > step]
             self._continue_from(step, everything)
-            # A later save must not look older than the checkpoint that it continues.
-            self._course.term = max(self._owner.term, WriterTerm(*meta.get("term", NO_DRIVER)))
-            return Restored(state, meta, [*skipped, *newer])
+            return Restored(state, meta, [bad for bad in skipped if bad["step"] != step])
         if skipped:
             shown = "; ".join(f"step {bad['step']}: {bad['why']}" for bad in skipped)
             raise CheckpointUnavailableError(
@@ -74,52 +72,30 @@ class Restorer:
         self._continue_from(None, everything)
         return None
 
-    def _listed(self) -> tuple[list[int], list[int]]:
-        """Returns (steps with a manifest, steps without), newest first, as host 0 sees them. Raises CheckpointUnavailableError
-        if those cannot be all."""
+    def _listed(self) -> list[int]:
+        """Returns the steps of the checkpoints, newest first, as host 0 sees them. Raises CheckpointUnavailableError if those
+        cannot be all."""
         # Host 0 alone lists the folder: two hosts might see two states of it, and restore different steps.
         listing = multihost.from_host0("checkpoints to restore", self._listing() if jax.process_index() == 0 else None)
         if problem := listing.get("problem"):
             raise CheckpointUnavailableError(of_host0(problem))
-        return listing["complete"], listing["unfinished"]
+        return listing["steps"]
 
     def _listing(self) -> dict[str, Any]:
         """Lists the checkpoints, on host 0."""
         try:
-            steps = sorted(layout.steps(self._owner.folder), reverse=True)
-            self._owner.check(steps)
-            if steps or layout.on_the_way(self._owner.folder):
-                self._owner.claim_again()
-            if self._owner.finish_recorded():
-                steps = sorted(layout.steps(self._owner.folder), reverse=True)
-            complete = self._newest_first([step for step in steps if self._is_complete(step)])
+            self._owner.listed()
+            # Nothing of an earlier generation is recorded from here on.
+            kept = layout.committed_in(self._owner.folder)
+            there = {*self._owner.folder.folders()}
         except CheckpointUnavailableError as error:
             return {"problem": str(error)}
         except (OSError, StorageError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             return {"problem": f"{self._owner.folder} cannot be read: {reason}"}
-        return {"complete": complete, "unfinished": [step for step in steps if step not in complete]}
+        return {"steps": sorted((step for step in kept if kept[step].folder in there), reverse=True)}
 
-    def _is_complete(self, step: int) -> bool:
-        # In a bucket only what is complete has a record.
-        folder = self._owner.folder
-        return not isinstance(folder, Path) or (layout.at(folder, step) / manifest.MANIFEST_FILE).exists()
-
-    def _newest_first(self, steps: list[int]) -> list[int]:
-        """Sorts the steps so that those of later generations come first. A checkpoint that an earlier generation (thought dead)
-        has saved after a later one began belongs to no course that was continued. `steps` are in falling order."""
-        if isinstance(self._owner.folder, Place):
-            return steps  # nothing of an earlier generation is recorded after a later one
-        earlier_terms = (term for term in fence.claims(self._owner.folder) if term < self._owner.term)
-        latest = max(earlier_terms, default=NO_DRIVER)
-        newest = term_of(self._owner.at(steps[0])) if steps else latest
-        if newest is not None and newest >= latest:
-            return steps
-        # One whose documents cannot be read is sorted by its step: it is tried, and reported as damaged.
-        terms = {step: term_of(self._owner.at(step)) or latest for step in steps}
-        return sorted(steps, key=lambda step: (terms[step], step), reverse=True)
-
-    def _continue_from(self, step: int | None, everything: set[int]) -> None:
+    def _continue_from(self, step: int | None, everything: list[int]) -> None:
         # Host 0 alone deletes what is old.
         models = layout.steps(layout.models_of(self._owner.folder)) if jax.process_index() == 0 else []
         self._course.continue_from(step, everything, models)
@@ -146,7 +122,7 @@ class Restorer:
             raise manifest.DamagedError(f"values of {', '.join(bad[:3])} are infinite or NaN: it cannot be trained on")
         self._measured.allow(not_finite)
         if last_resort:
-            self._note(f"checkpoint {step} was not completely committed; no other can be used, and its fingerprints are right")
+            self._note(f"checkpoint {step} has no manifest any more; no other can be used, and its fingerprints are right")
         return state, meta
 
     def _checked_meta(self, step: int, accept: Accept | None, last_resort: bool) -> dict[str, Any] | None:
@@ -181,7 +157,7 @@ class Restorer:
             return None
         return meta
 
-    def _read_arrays(self, folder: Folder, abstract: TrainState) -> TrainState:
+    def _read_arrays(self, folder: Place, abstract: TrainState) -> TrainState:
         """Raises DamagedError, on all hosts, if one of them cannot read the arrays, and CheckpointUnavailableError if that is
         because the storage does not answer."""
         state: Any = None

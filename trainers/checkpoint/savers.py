@@ -6,20 +6,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from gangway.storage.row import WriterTerm
+from gangway.storage.store import Place
 from trainers.checkpoint import layout, trial
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
-from trainers.checkpoint.course import Course, term_of
-from trainers.checkpoint.fence import WriterTerm
+from trainers.checkpoint.course import Course
 from trainers.checkpoint.model_only import meta_of
-from trainers.checkpoint.ownership import Ownership
-from trainers.checkpoint.standing import Folder
-from trainers.checkpoint.storage_check import StorageCheck
+from trainers.checkpoint.ownership import Ownership, StorageCheck
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
 from trainers.checkpoint.validate import num_bytes_of
@@ -38,18 +36,18 @@ class BackgroundSave:
         name: str,
         term: WriterTerm,
         *,
-        forbidden: Callable[[Folder], str],
+        folder: Place,
         record: Callable[[int, str, str], None],
-        discard: Callable[[Folder], None],
-        on_committed: Callable[[int], None],
+        discard: Callable[[Place], None],
+        on_committed: Callable[[int, Place], None],
         on_failed: Callable[[int, CommitError], None],
     ):
-        """`forbidden(final)` returns why nothing may be committed there now, `record(step, folder, digest)` is `Ownership.commit`
-        for one folder, and `discard` is `Ownership.discard`; host 0 calls them in the thread that saves."""
+        """`record(step, name, digest)` is `Ownership.commit` for `folder`, and `discard` is `Ownership.discard`; host 0 calls
+        them in the thread that saves."""
         self.arrays = ArrayFiles()
-        self._name, self._term = name, term
+        self._name, self._term, self._folder = name, term, folder
         self._record, self._discard = record, discard
-        self._forbidden, self._on_committed, self._on_failed = forbidden, on_committed, on_failed
+        self._on_committed, self._on_failed = on_committed, on_failed
         self._storage = StorageCheck()
         self._thread: threading.Thread | None = None
         self._last_exchange: Exchange | None = None
@@ -58,14 +56,12 @@ class BackgroundSave:
         self,
         step: int,
         tree: Any,
-        final: Folder,
         meta: Callable[[], dict[str, Any]],
         patience_s: float | None,
         *,
         obstacle: Callable[[], str],
-        may_replace: Callable[[], bool],
     ) -> None:
-        """Starts a save of `tree` as `final`; returns when the arrays were copied, so that they may be donated. `meta` is that of
+        """Starts a save of `tree`; returns when the arrays were copied, so that they may be donated. `meta` is that of
         `trainers.checkpoint.commit.Commit`.
 
         Waits for the save before it. The hosts first agree on whether there is an `obstacle` on any of them: if so, it has failed
@@ -73,7 +69,8 @@ class BackgroundSave:
         """
         self.wait()
         try:
-            work = begin(final, lambda: self._storage.ask(obstacle, patience_s), self._term)
+            name = partial(layout.name_for, step, self._term)
+            work = begin(self._folder, name, lambda: self._storage.ask(obstacle, patience_s))
         except CommitError as error:
             self._on_failed(step, error)
             return
@@ -81,7 +78,7 @@ class BackgroundSave:
         copied, hand_over = threading.Event(), [tree]
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
-        def write(folder: Folder) -> None:
+        def write(folder: Place) -> None:
             try:
                 self.arrays.write(folder, hand_over.pop, copied.set)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -92,9 +89,11 @@ class BackgroundSave:
             finally:
                 copied.set()  # training does not wait for what the other hosts make of a failure
 
-        forbidden, record = partial(self._forbidden, final), partial(self._record, step)
-        exchange, merge = self._exchange(work.name), self.arrays.merge
-        save = Commit(work, final, meta, exchange, write, merge, forbidden, may_replace(), record, self._discard)
+        if self._last_exchange is not None:
+            self._last_exchange.forget()  # all hosts have come to this save: none waits for the last one
+        self._last_exchange = Exchange(work.name)
+        record = partial(self._record, step)
+        save = Commit(work, meta, self._last_exchange, write, self.arrays.merge, record, self._discard)
         self._thread = threading.Thread(target=self._run, args=(step, save, copied), name=self._name, daemon=True)
         self._thread.start()
         copied.wait()
@@ -106,12 +105,6 @@ class BackgroundSave:
             self._thread.join()
             self._thread = None
 
-    def _exchange(self, name: str) -> Exchange:
-        if self._last_exchange is not None:
-            self._last_exchange.forget()  # all hosts have come to the next save: none waits for the last one
-        self._last_exchange = Exchange(name)
-        return self._last_exchange
-
     def _run(self, step: int, save: Commit, copied: threading.Event) -> None:
         try:
             save.run()
@@ -121,7 +114,7 @@ class BackgroundSave:
             self._on_failed(step, CommitError(one_line(error)))
         else:
             # Only after a commit: a save that failed may be tried again at the same step.
-            self._on_committed(step)
+            self._on_committed(step, save.work)
         finally:
             copied.set()  # whatever happened: training never waits for a thread that has ended
 
@@ -149,7 +142,7 @@ class StateSaver:
         self._background = BackgroundSave(
             "checkpoint",
             owner.term,
-            forbidden=self._forbidden,
+            folder=owner.folder,
             record=partial(owner.commit, owner.folder),
             discard=owner.discard,
             on_committed=self._committed,
@@ -159,16 +152,8 @@ class StateSaver:
     def save(self, step: int, state: TrainState, meta: Callable[[], dict[str, Any]], patience_s: float | None) -> None:
         """Starts a save of `state`, in the folder that is claimed; returns when its arrays may be donated. `meta` is that of
         `trainers.checkpoint.commit.Commit`."""
-        final, num_bytes = self._owner.folder / str(step), num_bytes_of(state)
-        self._background.start(
-            step,
-            state,
-            final,
-            meta,
-            patience_s,
-            obstacle=lambda: self._obstacle(step, num_bytes),
-            may_replace=lambda: step in self._course.superseded,
-        )
+        num_bytes = num_bytes_of(state)
+        self._background.start(step, state, meta, patience_s, obstacle=lambda: self._obstacle(step, num_bytes))
 
     def wait(self) -> None:
         """Returns when no save is in progress."""
@@ -189,24 +174,18 @@ class StateSaver:
             if problem := self._owner.fenced():
                 return problem
             self._owner.clear_leftovers()
-            final = self._owner.at(step)
-            if self._owner.has(step) and not self._course.may_replace(step, final, self._owner.term):
-                return f"{final} is there already, from another training: move it away, or give the run another name"
+            kept = layout.committed_in(self._owner.folder).get(step)
+            if kept and not self._course.may_replace(step, layout.writer_of(kept.folder), self._owner.term):
+                return (
+                    f"{self._owner.folder / kept.folder} is there already, from another training: move it away, or give the run "
+                    "another name"
+                )
         return self._owner.lost() or layout.obstacle(self._owner.folder, num_bytes)
 
-    def _forbidden(self, final: Folder) -> str:
-        """Returns why `final` may not be committed now. For host 0, in a thread that may wait."""
-        if problem := self._owner.forbidden():
-            return problem
-        saved_by = term_of(self._owner.at(int(final.name)))
-        is_later = saved_by is not None and saved_by > self._course.term
-        return f"{final} was saved by a later generation ({saved_by})" if is_later else ""
-
-    def _committed(self, step: int) -> None:
+    def _committed(self, step: int, checkpoint: Place) -> None:
         self.failing = False
         self._course.committed(step)
-        self._owner.record(step)
-        self._on_saved(step, str(self._owner.at(step)))
+        self._on_saved(step, str(checkpoint))
         if jax.process_index() == 0:
             self._tidier.after_save(step)
 
@@ -224,8 +203,8 @@ class ModelSaver:
         self._background = BackgroundSave(
             "model",
             owner.term,
-            forbidden=self._forbidden,
-            record=partial(owner.commit, self._folder),
+            folder=self._folder,
+            record=self._record,
             discard=owner.discard,
             on_committed=self._committed,
             on_failed=self._failed,
@@ -239,12 +218,9 @@ class ModelSaver:
         self._background.start(
             step,
             dict(parts),
-            self._folder / str(step),
             lambda: meta_of(meta()),
             patience_s,
             obstacle=lambda: self._obstacle(num_bytes),
-            # What has that name is of an abandoned course, or the same: a restart saves the model of its first step again.
-            may_replace=lambda: True,
         )
 
     def wait(self) -> None:
@@ -262,17 +238,15 @@ class ModelSaver:
         if problem := self._owner.fenced():
             return problem
         self._owner.clear_leftovers()
-        if isinstance(self._folder, Path):
-            self._folder.mkdir(exist_ok=True)
+        self._folder.make()
         return layout.obstacle(self._folder, num_bytes)
 
-    def _forbidden(self, final: Folder) -> str:
-        """Returns why no model may be committed now. For host 0, in a thread that may wait."""
-        # Models of an abandoned course may be being deleted: this one may have the name of one of them.
+    def _record(self, step: int, name: str, digest: str) -> None:
+        # Models of an abandoned course may be being removed: this one may be of a step of theirs.
         self._tidier.wait()
-        return self._owner.forbidden()
+        self._owner.commit(self._folder, step, name, digest)
 
-    def _committed(self, step: int) -> None:
+    def _committed(self, step: int, model: Place) -> None:
         if jax.process_index() == 0:
             self._tidier.after_model()
 

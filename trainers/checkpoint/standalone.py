@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
+from gangway.storage import ours
 from gangway.storage.documents import StorageError
-from gangway.storage.store import StorageProblem
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place, StorageProblem
 from trainers.checkpoint import assets, layout, manifest, model_only
 from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
-from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
@@ -27,26 +28,35 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any], model_assets: Ma
     """Writes `state`, `meta` and the assets to the new folder `path`, and waits. All hosts must call this. Raises
     CheckpointError."""
     final, arrays, size = layout.local(path), ArrayFiles(), num_bytes_of(state)
+    around = place_of(final.parent)
 
     def obstacle() -> str:
-        if final.exists():
+        if os.path.lexists(final):
             return "it exists already: give a new folder"
-        final.parent.mkdir(parents=True, exist_ok=True)
-        return layout.obstacle(final.parent, size)
+        around.make(around=True)
+        return layout.obstacle(around, size)
 
     try:
-        work = begin(final, obstacle)
+        work = begin(around, lambda token: layout.name_on_the_way(final.name, "saving", token), obstacle)
     except CommitError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     meta = {**meta, "format": manifest.FORMAT, "shapes": shapes(state)}
 
-    def merge(folder: Folder) -> None:
-        arrays.merge(folder)
-        assert isinstance(work, Path)
-        # On host 0 alone, before the digests are taken: so the manifest covers the assets too.
-        assets.write(work, model_assets)
+    def write(folder: Place) -> None:
+        arrays.write(folder, lambda: state, lambda: None)
 
-    save = Commit(work, final, lambda: meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
+    def merge(folder: Place) -> None:
+        arrays.merge(folder)
+        # On host 0 alone, before the digests are taken: so the manifest covers the assets too.
+        assets.write(work.path, model_assets)
+
+    def put_in_place(name: str, digest: str) -> None:
+        layout.put_in_place(work.path, final, replace=None)
+
+    def discard(folder: Place) -> None:
+        ours.delete_folder(folder, ours.ON_THE_WAY)
+
+    save = Commit(work, lambda: meta, Exchange(work.name), write, merge, put_in_place, discard)
     with ThreadPoolExecutor(1) as thread:  # a thread that has an event loop, as in a notebook, cannot run Orbax's
         try:
             thread.submit(save.run).result()
@@ -59,7 +69,7 @@ def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, An
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
-    folder = layout.folder_of(path)
+    folder = layout.named(path)
     meta = _checked_meta("checkpoint files", folder, path)
     # Before the arrays are read: the error of Orbax would not say which arrays differ.
     check_same_model(meta, abstract, path)
@@ -74,7 +84,7 @@ def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
-    folder = layout.folder_of(path)
+    folder = layout.named(path)
     meta = _checked_meta("model files", folder, path)
     check_same_model({"shapes": model_only.within_parts(meta["shapes"])}, abstract, path)
     with outages_told(folder):
@@ -82,7 +92,7 @@ def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
     return arrays_of_model(parts[model_only.PART], parts.get(model_only.STATE, {})), meta
 
 
-def _checked_meta(topic: str, folder: Folder, path: str) -> dict[str, Any]:
+def _checked_meta(topic: str, folder: Place, path: str) -> dict[str, Any]:
     """Returns the meta. Raises CheckpointError on all hosts if one of them finds a file that is not what was saved, and
     CheckpointUnavailableError if the storage does not answer one of them."""
     meta, problem, absent = {}, "", ""

@@ -17,8 +17,6 @@ import numpy as np
 
 from gangway.errors import CheckpointError
 from gangway.storage.store import Place, StorageUnavailable
-from trainers.checkpoint import model_files
-from trainers.checkpoint.standing import Folder
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The names of types in a file of safetensors; those that a parameter may have."""
@@ -52,15 +50,15 @@ _heads: dict[str, Head] = {}
 """Of files in buckets, by URL: a tensor is found by them again."""
 
 
-def head(path: Folder) -> Head:
+def head(path: Place) -> Head:
     """Returns what is in a file. Raises CheckpointError if it is no whole file of safetensors, and OSError."""
-    if isinstance(path, Place):
+    if not path.store.is_local:
         _heads[path.url] = _head_in_bucket(path)
         return _heads[path.url]
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(path.path, framework="numpy") as file:
             parts = {name: file.get_slice(name) for name in file.offset_keys()}
             headers = {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
             return Head(file.metadata() or {}, headers, {})
@@ -68,26 +66,26 @@ def head(path: Folder) -> Head:
         raise CheckpointError(f"{path} is no whole file of safetensors: {error}") from error
 
 
-def read(path: Folder, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+def read(path: Place, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
     """Returns the part of a tensor that `index` says, () being all of it. Raises OSError, and what the library raises."""
-    if isinstance(path, Place):
+    if not path.store.is_local:
         return _read_in_bucket(path, name, index)
     from safetensors import safe_open
 
-    with safe_open(path, framework="numpy") as file:
+    with safe_open(path.path, framework="numpy") as file:
         # Without dimensions there is nothing to slice.
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
 def _head_in_bucket(place: Place) -> Head:
-    size = model_files.size(place)
-    begin = model_files.part(place, 0, min(size, READ_FIRST))
+    size = place.size()
+    begin = place.part(0, min(size, READ_FIRST))
     length = int.from_bytes(begin[:8], "little")
     if len(begin) < 8 or length > min(size - 8, MAX_HEAD_BYTES):
         raise CheckpointError(f"{place} is no whole file of safetensors: it has {size} bytes, and no head")
     text = begin[8 : 8 + length]
     if len(text) < length:
-        text += model_files.part(place, 8 + len(text), 8 + length)
+        text += place.part(8 + len(text), 8 + length)
     try:
         found = json.loads(text)
         metadata = found.pop("__metadata__", {})
@@ -130,7 +128,7 @@ def _bytes(place: Place, start: int, stop: int) -> bytes:
     starts = range(start, stop, PART_BYTES)
 
     def one(begin: int) -> Any:
-        return model_files.part(place, begin, min(begin + PART_BYTES, stop))
+        return place.part(begin, min(begin + PART_BYTES, stop))
 
     if len(starts) <= 1:
         data = b"".join(map(one, starts))

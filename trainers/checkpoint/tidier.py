@@ -6,16 +6,14 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from gangway.storage.store import Place
-from trainers.checkpoint import layout, model_only, readers, standing
+from trainers.checkpoint import layout, model_only, readers
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.retention import Retention
-from trainers.checkpoint.standing import Folder
 from trainers.runtime.multihost import one_line
 
 
@@ -40,7 +38,7 @@ class Tidier:
 
     def after_model(self) -> None:
         """Deletes the models that a newer one makes superfluous."""
-        self._later(self._tidy_models)
+        self._later(self._tidy, None, frozenset(self._course.superseded), frozenset())
 
     def wait(self) -> None:
         """Returns when nothing is being deleted."""
@@ -60,49 +58,30 @@ class Tidier:
         with self._submitting:
             self._newest = self._thread.submit(work, *arguments)
 
-    def _tidy(self, newest: int, superseded: frozenset[int], abandoned_models: frozenset[int]) -> None:
-        if self._owner.forbidden():
+    def _tidy(self, newest: int | None, superseded: frozenset[int], abandoned_models: frozenset[int]) -> None:
+        if self._owner.fenced():
             return  # another driver has the run: what is old is its business now
         folder = self._owner.folder
-        self._deferred = False
+        self._deferred = self._deferred and newest is None
         try:
-            for problem in layout.delete_old(
+            problems = layout.delete_old(
                 *(folder, newest, superseded, self._retention, self._keep_model, abandoned_models),
-                *(self._is_read, self._seen, self._owner.remove),
-            ):
+                *(self._is_read, self._seen),
+                remove=self._owner.remove,
+            )
+            for problem in problems + self._owner.delete_discarded(self._is_read):
                 self._note(problem)
-            self._delete_discarded()
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
-            self._note(f"old checkpoints in {folder} were not deleted: {one_line(error)}")
+            what = "models" if newest is None else "checkpoints"
+            self._note(f"old {what} of {folder.parent} were not deleted: {one_line(error)}")
 
-    def _tidy_models(self) -> None:
-        if self._owner.forbidden():
-            return
-        folder = self._owner.folder
-        try:
-            superseded = frozenset(self._course.superseded)
-            for problem in layout.delete_old_models(folder, superseded, self._retention, self._seen, self._owner.remove):
-                self._note(problem)
-            self._delete_discarded()
-        except Exception as error:  # a thread's boundary: what is old may stay, training goes on
-            self._note(f"old models of {folder.parent} were not deleted: {one_line(error)}")
-
-    def _delete_discarded(self) -> None:
-        for problem in self._owner.delete_discarded(self._is_read):
-            self._note(problem)
-
-    def _keep_model(self, checkpoint: Folder, step: int) -> None:
+    def _keep_model(self, checkpoint: Place, step: int) -> None:
         """Keeps the model of a checkpoint that will be deleted."""
         models = layout.models_of(self._owner.folder)
-        if isinstance(models, Place):
-            assert isinstance(checkpoint, Place)
-            name = standing.name_for(step, self._owner.term, uuid.uuid4().hex[:8])
-            model_only.keep_in_bucket(self._arrays, checkpoint, models, step, self._owner, name)
-            return
-        assert isinstance(checkpoint, Path)
-        model_only.keep(self._arrays, checkpoint, models / str(step), forbidden=self._owner.forbidden)
+        name = layout.name_for(step, self._owner.term, uuid.uuid4().hex[:8])
+        model_only.keep(self._arrays, checkpoint, models, step, self._owner, name)
 
-    def _is_read(self, checkpoint: Folder) -> bool:
+    def _is_read(self, checkpoint: Place) -> bool:
         if readers.is_read(checkpoint):
             self._deferred = True
             return True

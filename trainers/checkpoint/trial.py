@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gangway.storage import json_text, ours
+from gangway.storage.opening import place_of
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.runtime.multihost import one_line
 
@@ -55,9 +56,10 @@ def _try(abstract: Any) -> str:
     try:
         folder = Path(tempfile.mkdtemp(prefix="trial-"))
         files, small = ArrayFiles(), jax.tree.map(_small, abstract)
-        files.write(folder, lambda: small, lambda: None)
-        files.merge(folder)
-        back = files.read(folder, small)
+        place = place_of(folder)
+        files.write(place, lambda: small, lambda: None)
+        files.merge(place)
+        back = files.read(place, small)
         jax.tree.map(_check_same, small, back)
     except OSError:
         return ""  # this machine's disk is none of the state's

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from gangway.errors import CheckpointError
+from gangway.storage.store import Place
 from trainers.checkpoint import manifest
-from trainers.checkpoint.standing import Folder
 
 
 def check_files(
-    path: Folder, step: int | None = None, *, last_resort: bool = False, digest_up_to: int | None = manifest.SMALL_BYTES
+    path: Place, step: int | None = None, *, last_resort: bool = False, digest_up_to: int | None = manifest.SMALL_BYTES
 ) -> dict[str, Any]:
     """Returns the meta. Raises DamagedError, on this host alone, if one of its files is damaged: each host checks a share of the
     files. Files larger than `digest_up_to` are compared by size: fingerprints check their contents after the arrays are read."""

@@ -18,11 +18,10 @@ from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUn
 from gangway.storage.documents import StorageError
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place, StorageRefused
-from trainers.checkpoint import hugging_face, layout, manifest, model_files, standing, tensor_files
+from trainers.checkpoint import hugging_face, layout, manifest, model_files, tensor_files
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.model_only import part_of
-from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.tensor_files import DTYPES
 from trainers.checkpoint.validate import check_files
 from trainers.config import LoraConfig, ModelConfig
@@ -51,7 +50,7 @@ class Stored:
 class Weights:
     """The parameters at `path`, by name."""
 
-    path: Folder
+    path: Place
     parameters: Mapping[str, Stored]
     about: str
     """`step 100`, if that is known."""
@@ -70,16 +69,16 @@ class Weights:
         if self.folder is not None:
             return self.folder.digest()
         if self.adapter is not None:
-            return hashlib.sha256(b"".join(model_files.content(self.path / name) for name in peft_in.FILES)).hexdigest()
+            return hashlib.sha256(b"".join((self.path / name).content() for name in peft_in.FILES)).hexdigest()
         return manifest.digest(self.path if self.is_file else self.path / manifest.MANIFEST_FILE).sha256
 
 
-def find(source: str) -> Folder:
+def find(source: str) -> Place:
     """Returns the checkpoint or file that `source` stands for: of a run's folder, its newest whole checkpoint, or else its newest
     checkpoint of the parameters alone. Raises CheckpointError, CheckpointMissingError if there is nothing, and
     CheckpointUnavailableError if the storage does not answer."""
     with reading(source):
-        return _found(layout.folder_of(source))
+        return _found(layout.named(source))
 
 
 @contextmanager
@@ -99,13 +98,11 @@ def reading(what: object) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error}") from error
 
 
-def _found(path: Folder) -> Folder:
-    if model_files.is_file(path):
+def _found(path: Place) -> Place:
+    if path.exists():
         if not path.name.endswith(FILE_SUFFIX):
             raise CheckpointError(f"{path} is a file: expected a folder, or a file {FILE_SUFFIX}")
         return path
-    if isinstance(path, Place) and path.name.isdecimal() and (committed := _committed_as(path)) is not None:
-        return committed
     if not path.is_dir():
         raise CheckpointMissingError(f"there is no {path}")
     # What has a manifest is a checkpoint itself, even if it has such a folder.
@@ -118,20 +115,14 @@ def _found(path: Folder) -> Folder:
             f"{hugging_face.CONFIG_FILE} beside files {FILE_SUFFIX}"
         )
     for folder in folders:
-        there = (standing.at(folder, step) for step in reversed(layout.steps(folder)))
+        there = (layout.at(folder, step) for step in reversed(layout.steps(folder)))
         if (newest := next(filter(layout.is_whole, there), None)) is not None:
             return newest
     raise CheckpointError(f"{path} has no complete checkpoint yet")
 
 
-def _committed_as(path: Place) -> Place | None:
-    """Returns the folder of the checkpoint that is called `RUN/checkpoints/STEP` on a disk; None if none of that step counts."""
-    kept = standing.committed_in(path.parent).get(int(path.name)) if path.parent.key else None
-    return None if kept is None else path.with_name(kept.folder)
-
-
-def _is_adapter(path: Folder) -> bool:
-    return all(model_files.is_file(path / name) for name in peft_in.FILES)
+def _is_adapter(path: Place) -> bool:
+    return all((path / name).exists() for name in peft_in.FILES)
 
 
 class Adapted(NamedTuple):
@@ -141,7 +132,7 @@ class Adapted(NamedTuple):
     lora: LoraConfig
 
 
-def look(path: Folder, adapted: Adapted | None = None) -> Weights:
+def look(path: Place, adapted: Adapted | None = None) -> Weights:
     """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError.
     An adapter of PEFT is read for a run with LoRA alone (`adapted`)."""
     with reading(path):
@@ -248,7 +239,7 @@ def compare(weights: Weights, pairs: Mapping[str, str], rows: list[list[int]]) -
         )
 
 
-def _look_at_checkpoint(path: Folder) -> Weights:
+def _look_at_checkpoint(path: Place) -> Weights:
     try:
         meta = check_files(path)
         if meta.get("fingerprints") is None:  # what `save_pretrained` wrote: here the digests of the arrays' files must do
@@ -283,14 +274,14 @@ def stored(meta: Mapping[str, Any]) -> dict[str, Stored]:
     return parameters
 
 
-def _look_at_folder(path: Folder) -> Weights:
+def _look_at_folder(path: Place) -> Weights:
     folder = hugging_face.look(path)
     parameters = {name: Stored((name,), leaf.shape, leaf.dtype) for name, leaf in folder.leaves.items()}
     without = "; its encoder of images is left out" if folder.left_out else ""
     return Weights(path, parameters, f"{folder.config.family} of Hugging Face{without}", folder)
 
 
-def _look_at_adapter(path: Folder, adapted: Adapted | None) -> Weights:
+def _look_at_adapter(path: Place, adapted: Adapted | None) -> Weights:
     if adapted is None:
         raise CheckpointError(
             f"{path} is an adapter of PEFT: a run with the section lora begins with it, by init_from; for all else merge it with "
@@ -304,7 +295,7 @@ def _look_at_adapter(path: Folder, adapted: Adapted | None) -> Weights:
     return Weights(path, parameters, "an adapter of PEFT", adapter=arrays)
 
 
-def _look_at_file(path: Folder) -> Weights:
+def _look_at_file(path: Place) -> Weights:
     head = tensor_files.head(path)
     about, parameters = head.metadata, {}
     for name, (dtype, shape) in head.headers.items():

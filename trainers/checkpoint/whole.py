@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gangway.errors import CheckpointError
+from gangway.storage.store import Place
 from trainers.checkpoint import hugging_face, manifest, tensor_files, weights
 from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.model_only import PART, STATE, parts_in
-from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
@@ -31,7 +31,7 @@ OPTIMIZER = "opt_state"
 """The name of the optimizer's state, in a TrainState and in the files."""
 
 
-def read(checkpoint: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(checkpoint: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (the parameters to evaluate, with the model's other state; meta); of a run with LoRA the adapters alone. Every
     byte is checked first. Raises CheckpointError that names the damage."""
     meta = _checked(checkpoint)
@@ -39,7 +39,7 @@ def read(checkpoint: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def open_parameters(
-    checkpoint: Folder, base: str | None = None, host: int = 0, num_hosts: int = 1
+    checkpoint: Place, base: str | None = None, host: int = 0, num_hosts: int = 1
 ) -> tuple[dict[str, tuple[Shape, str]], Callable[[str], np.ndarray], dict[str, Any]]:
     """Returns (shape and type of each array that `read_merged` returns, by name; a function that reads one; meta). One array is
     in memory at a time, but for a run with LoRA or with averages that are computed from two trees. Every byte is checked first,
@@ -62,7 +62,7 @@ def open_parameters(
     return shapes, read_one, meta
 
 
-def _checked(checkpoint: Folder, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
+def _checked(checkpoint: Place, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
     """Returns the meta. The files are checked, of several hosts each its share."""
     try:
         with weights.reading(checkpoint):
@@ -74,12 +74,12 @@ def _checked(checkpoint: Folder, host: int = 0, num_hosts: int = 1) -> dict[str,
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
 
 
-def _arrays(checkpoint: Folder, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _arrays(checkpoint: Place, meta: Mapping[str, Any]) -> dict[str, Any]:
     with outages_told(checkpoint):
         return _arrays_of(checkpoint, meta)
 
 
-def _arrays_of(checkpoint: Folder, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _arrays_of(checkpoint: Place, meta: Mapping[str, Any]) -> dict[str, Any]:
     arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
     parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
     params = parts[PART]
@@ -98,7 +98,7 @@ def _empty(stored: weights.Stored) -> np.ndarray:
     return np.zeros(stored.shape, jnp.dtype(stored.dtype))
 
 
-def read_merged(checkpoint: Folder, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_merged(checkpoint: Place, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what `read` returns, with the adapters of a run with LoRA merged with its base, each weight in the type that it is
     stored with there. `base` says where the base is now. Raises like `read` and `base_path`."""
     params, meta = read(checkpoint)
@@ -112,7 +112,7 @@ def adapters_of(meta: Mapping[str, Any]) -> LoraConfig | None:
     return None if lora is None else from_dict(LoraConfig, lora)
 
 
-def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Folder:
+def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Place:
     """Returns where the base is; `instead` says where it has gone. Raises CheckpointError if it is not what the adapters were
     trained on, and CheckpointUnavailableError if it cannot be read."""
     origin = meta[META][BASE]
@@ -126,7 +126,7 @@ def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Folder:
     return path
 
 
-def _with_base(adapters: Any, config: LoraConfig, base: Folder) -> dict[str, Any]:
+def _with_base(adapters: Any, config: LoraConfig, base: Place) -> dict[str, Any]:
     named, params = flat(adapters), dict[str, Any]()
     # The adapted weights, and those that were trained whole.
     targets = {name.removesuffix(A) for name in named if not name.endswith(B)}
@@ -142,7 +142,7 @@ def _with_base(adapters: Any, config: LoraConfig, base: Folder) -> dict[str, Any
     return params
 
 
-def _weights(path: Folder) -> Iterator[tuple[str, np.ndarray]]:
+def _weights(path: Place) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the weights at `path`, one of `weights.find`, by name."""
     found = weights.look(path)
     if found.folder is not None:

@@ -201,8 +201,7 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task
     if not can_generate(texts):
         raise UsageError(f"the task {arguments.task} has no encode and decode: it cannot generate")
-    described = found.path if isinstance(found.path, Path) else files_of(found)
-    folders = (described or Path(), Path(arguments.data.tokenizer or ""))
+    folders = (files_of(found) or Path(), Path(arguments.data.tokenizer or ""))
     window = next(filter(None, map(vision_config.context, folders)), arguments.data.sequence_length)
     tokenizer, vision = tokenizers.of(arguments), arguments.vision if reads_images else None
     images = None if vision is None else image_prompts.of(vision, tokenizer, files_of(found))

@@ -102,7 +102,9 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
         trainer = build(arguments, on_event)
         first = header(arguments, trainer)
         console = with_files(arguments, console, began_s)
-        recorders = open_recorders(arguments, note)
+        folder = arguments.run_folder if is_url(arguments.run_folder) else str(Path(arguments.run_folder).absolute())
+        about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
+        recorders = Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
         console.show(first)
         for line in going_on.of_run(arguments.run_folder, arguments):
             note(line)
@@ -169,12 +171,6 @@ def failed(error: Exception) -> int:
     what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
     print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
     return 2 if is_explained else 1
-
-
-def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:
-    folder = arguments.run_folder if is_url(arguments.run_folder) else str(Path(arguments.run_folder).absolute())
-    about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
-    return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
 
 
 def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> Any:

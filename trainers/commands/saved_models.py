@@ -21,7 +21,7 @@ from trainers.config.model import OF_EXECUTION
 from trainers.settings import recorded
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
-    from trainers.checkpoint.standing import Folder
+    from gangway.storage.store import Place
     from trainers.checkpoint.weights import Weights
 
 
@@ -88,10 +88,10 @@ def files_of(found: Weights) -> Path | None:
 def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
     """Returns the arguments that the checkpoint of `source` was trained with, changed by `key=value`. Raises UsageError if it has
     recorded none, or if a value is masked there."""
-    from trainers.checkpoint import manifest, model_files, weights
+    from trainers.checkpoint import manifest, weights
 
     path = weights.find(source)
-    if not model_files.is_file(path / manifest.META_FILE):
+    if not (path / manifest.META_FILE).exists():
         raise UsageError(f"{path} has recorded no configuration: name one after it, which has the held-out data")
     try:
         meta = manifest.read_meta(path)
@@ -174,14 +174,14 @@ def state_of(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     return str(path), dataclasses.replace(state, **counters), step
 
 
-def step_of(path: Folder) -> int | None:
+def step_of(path: Place) -> int | None:
     """Returns the number of batches that a checkpoint has drawn; None for a file or a folder that does not say it."""
-    from trainers.checkpoint import manifest, model_files
+    from trainers.checkpoint import manifest
 
-    return int(manifest.read_meta(path)["batch_index"]) if model_files.is_file(path / manifest.META_FILE) else None
+    return int(manifest.read_meta(path)["batch_index"]) if (path / manifest.META_FILE).exists() else None
 
 
-def _arrays_of_folder(trainer: Any, path: Folder) -> dict[str, Any]:
+def _arrays_of_folder(trainer: Any, path: Place) -> dict[str, Any]:
     """Returns the parameters in a folder of Hugging Face, in nested dicts. Raises CheckpointError if they do not fit."""
     import jax
 

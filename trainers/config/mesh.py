@@ -285,7 +285,10 @@ def pipeline_problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]
     `TrainingArguments`."""
     stages, asked = sizes.get(PIPELINE, 1), arguments.pipeline.microbatches
     if stages == 1:
-        yield from _problems_without_stages(arguments.pipeline)
+        if asked is not None:
+            yield f"pipeline.microbatches = {asked}: expected null with mesh.pipeline = 1, which has no stages"
+        if arguments.pipeline.schedule != "gpipe":
+            yield f"pipeline.schedule = {arguments.pipeline.schedule}: expected gpipe with mesh.pipeline = 1, which has no stages"
         return
     if arguments.vision is not None:
         yield (
@@ -319,13 +322,6 @@ def pipeline_problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]
             f"first stage goes on with what the last one has sent; of {rows} sequences of one pipeline the nearest numbers that "
             f"fit are {_listed(enough[:2])}"
         )
-
-
-def _problems_without_stages(config: PipelineConfig) -> Iterator[str]:
-    if config.microbatches is not None:
-        yield f"pipeline.microbatches = {config.microbatches}: expected null with mesh.pipeline = 1, which has no stages"
-    if config.schedule != "gpipe":
-        yield f"pipeline.schedule = {config.schedule}: expected gpipe with mesh.pipeline = 1, which has no stages"
 
 
 def _problems_of_groups(layers: int, stages: int, repeats: int) -> Iterator[str]:

@@ -93,9 +93,12 @@ class StepAddressedLoader:
         self._next: int | None = None
         self._shapes: Mapping[str, tuple[np.dtype, tuple[int, ...] | None]] | None = None
         slices = self.sharding.addressable_devices_indices_map(self.shape)
-        # Once, for they are the same in every batch.
-        self._rows = {_key(index): self._row_numbers(index) for index in slices.values() if index}
-        """The row numbers in the global batch that devices hold, by `_key`."""
+        self._rows: dict[Any, tuple[tuple[int | None, ...], ...]] = {}
+        """The row numbers in the global batch that devices hold, by `_key`; None: padding. They are the same in every batch."""
+        for index in filter(None, slices.values()):
+            micro, rows = (range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
+            size = self.micro_batch_size
+            self._rows[_key(index)] = tuple(tuple(m * size + r if r < size else None for r in rows) for m in micro)
 
     def __len__(self) -> int:
         """Returns the number of batches in `num_examples` (or one epoch), including the ragged last one."""
@@ -148,12 +151,6 @@ class StepAddressedLoader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _row_numbers(self, index: tuple[slice, ...]) -> tuple[tuple[int | None, ...], ...]:
-        """Returns the row numbers in the global batch that a device holds; None for padding."""
-        micro, rows = (range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
-        size = self.micro_batch_size
-        return tuple(tuple(m * size + r if r < size else None for r in rows) for m in micro)
 
     def _load(self, k: int) -> dict[str, jax.Array]:
         # Devices that differ only along the tensor axis hold the same rows: they are read once.

@@ -16,7 +16,8 @@ import jax
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.documents import DocumentKind
-from trainers.checkpoint import layout, weights
+from gangway.storage.opening import place_of
+from trainers.checkpoint import weights
 from trainers.checkpoint.fingerprints import fingerprints
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
@@ -146,7 +147,7 @@ class FrozenWeights:
         return origin
 
     def _look(self, name: str, source: Source) -> _Found:
-        found = together(source.asked_by, lambda: weights.look(layout.folder_of(self._origins[name]["checkpoint"])))
+        found = together(source.asked_by, lambda: weights.look(place_of(self._origins[name]["checkpoint"])))
         wanted = source.named
         # The same on all hosts: each has read the same document.
         shapes = {name: leaf.shape for name, leaf in wanted.items()}

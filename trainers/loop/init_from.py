@@ -13,7 +13,8 @@ import jax
 
 from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from gangway.storage.documents import DocumentKind
-from trainers.checkpoint import layout, weights
+from gangway.storage.opening import place_of
+from trainers.checkpoint import weights
 from trainers.config.weights import InitConfig, from_plain, plain
 from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
@@ -60,7 +61,7 @@ def load(
     """
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     chosen = from_host0(lambda: _choose(config, origin, run_folder, adapted))
-    found = together("init_from", lambda: weights.look(layout.folder_of(chosen["checkpoint"]), adapted))
+    found = together("init_from", lambda: weights.look(place_of(chosen["checkpoint"]), adapted))
     # The same on all hosts: each has read the same document.
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, config)
     arrays = together("init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()}))

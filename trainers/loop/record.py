@@ -8,8 +8,8 @@ from typing import Any
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
+from gangway.storage.opening import place_of
 from trainers import runtime
-from trainers.checkpoint import layout
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Record:
     def read(self, run_folder: str) -> Any | None:
         """Returns what was recorded; None if nothing was. A damaged record is set aside, and a note says so. Raises
         CheckpointUnavailableError if it cannot be read, and CheckpointError if a newer program wrote it."""
-        path = layout.folder_of(run_folder) / self.kind.name
+        path = place_of(run_folder) / self.kind.name
         try:
             found = self.kind.read(path)
         except DamagedDocument as error:
@@ -36,4 +36,4 @@ class Record:
 
     def write(self, run_folder: str, recorded: Mapping[str, Any]) -> None:
         """Raises OSError."""
-        self.kind.write(layout.folder_of(run_folder) / self.kind.name, {self.key: recorded})
+        self.kind.write(place_of(run_folder) / self.kind.name, {self.key: recorded})

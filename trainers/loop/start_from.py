@@ -12,12 +12,12 @@ import jax
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.documents import DocumentKind
+from gangway.storage.opening import place_of
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place
 from trainers import runtime
-from trainers.checkpoint import going_on, layout, manifest, model_files, weights
+from trainers.checkpoint import going_on, layout, manifest, weights
 from trainers.checkpoint.standalone import load_from
-from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
@@ -66,12 +66,12 @@ class FromCheckpoint:
         return "" if begun is not None and begun["source"] == self._arguments.checkpoint.start_from else KEY
 
 
-def found(source: str) -> tuple[Folder, dict[str, Any]]:
+def found(source: str) -> tuple[Place, dict[str, Any]]:
     """Returns the checkpoint that RUN, RUN/STEP or the path of a checkpoint stands for, and its meta. Raises CheckpointError, or
     CheckpointUnavailableError if it cannot be read."""
     with weights.reading(source):
-        path = weights.find(str(_with_step(layout.folder_of(source))))
-        if not model_files.is_file(path / manifest.MANIFEST_FILE) or path.parent.name == layout.MODELS_FOLDER:
+        path = weights.find(_with_step(place_of(source)).url)
+        if not (path / manifest.MANIFEST_FILE).exists() or path.parent.name == layout.MODELS_FOLDER:
             raise CheckpointError(f"{path} has parameters alone, and no whole state: begin with them by init_from={path}")
         try:
             return path, manifest.read_meta(path)
@@ -79,13 +79,10 @@ def found(source: str) -> tuple[Folder, dict[str, Any]]:
             raise CheckpointError(f"{path} is not whole: {error}") from error
 
 
-def _with_step(path: Folder) -> Folder:
+def _with_step(path: Place) -> Place:
     """Returns where the checkpoint is that RUN/STEP stands for; another path as it is. Raises OSError."""
-    if isinstance(path, Place):
-        is_step = path.name.isdecimal() and path.parent.name not in (CHECKPOINTS, layout.MODELS_FOLDER)
-        return path.parent / CHECKPOINTS / path.name if is_step and not path.is_dir() else path
-    step = path.parent / CHECKPOINTS / path.name
-    return step if not path.exists() and step.is_dir() else path
+    is_step = path.name.isdecimal() and path.parent.name not in (CHECKPOINTS, layout.MODELS_FOLDER)
+    return path.parent / CHECKPOINTS / path.name if is_step and not path.is_dir() else path
 
 
 def described(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> str:

@@ -140,7 +140,9 @@ class Decoder(nnx.Module):
             sequence.balanced, (tokens_BT, positions_BT, segments_BT, counted_BT)
         )
         with jax.named_scope("layers"):
-            xs, of_rows = (self._layer_weights(), self._local()), (positions_BT, segments_BT, counted_BT, blocks_BT)
+            # Which layers have the window; None: all have, or none has.
+            local = jnp.asarray(config.local_layers) if len(set(config.local_layers)) > 1 else None
+            xs, of_rows = (self._layer_weights(), local), (positions_BT, segments_BT, counted_BT, blocks_BT)
             embedded_BTD = self.embedded(tokens_BT, positions_BT) if embedded_BTD is None else embedded_BTD
             if (stages := pipeline.mesh_of(batch, config.num_layers)) is None:
                 x_ND, sums = self._through(embedded_BTD, of_rows, xs)
@@ -272,11 +274,6 @@ class Decoder(nnx.Module):
         if all(config.local_layers):
             return lambda local: nearby
         return lambda local: jax.tree.map(partial(jnp.where, local), nearby, everywhere)
-
-    def _local(self) -> jax.Array | None:
-        """Returns bool[L] for the scan: which layers have the window. None if all have, or none has."""
-        local = self.config.local_layers
-        return jnp.asarray(local) if any(local) and not all(local) else None
 
     def _layer_weights(self) -> Weights:
         weights = lora.scaled(self.layers)

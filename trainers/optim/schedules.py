@@ -67,8 +67,20 @@ def build_schedule(config: ScheduleConfig, learning_rate: float, max_num_steps: 
         return _with_warmup(config, learning_rate, _cosine_restarts(config))
     if config.name not in SHAPES:
         raise unknown_name("optimizer.schedule.name", config.name, NAMES)
-    end, shape = _end_of_decay(config, max_num_steps), SHAPES[config.name]
     start = config.warmup_steps + config.hold_steps
+    end = config.decay_steps if config.decay_steps is not None else max_num_steps
+    if end is None:
+        raise UsageError(
+            f"optimizer.schedule.name = {config.name!r} does not know where to end: set optimizer.schedule.decay_steps, "
+            "max_num_steps or max_num_data_epochs, or use 'constant', 'inverse_sqrt' or 'cosine_restarts', which have no end"
+        )
+    if end <= start:
+        held = f" + hold_steps = {config.hold_steps}" if config.hold_steps else ""
+        raise UsageError(
+            f"optimizer.schedule.warmup_steps = {config.warmup_steps}{held}: expected less than the {end} steps after which the "
+            "decay has ended (optimizer.schedule.decay_steps, or else the run's steps)"
+        )
+    shape = SHAPES[config.name]
 
     def factor(step: jax.Array) -> jax.Array:
         # Clipped: before the decay p is 0, and after its end it stays at 1.
@@ -163,19 +175,3 @@ def _in_steps(config: ScheduleConfig, max_num_steps: int | None) -> ScheduleConf
     if changes.get("decay_steps") == 0:
         raise UsageError(f"optimizer.schedule.decay_ratio = {config.decay_ratio}: that is no step of {max_num_steps}")
     return dataclasses.replace(config, **changes) if changes else config
-
-
-def _end_of_decay(config: ScheduleConfig, max_num_steps: int | None) -> int:
-    end = config.decay_steps if config.decay_steps is not None else max_num_steps
-    if end is None:
-        raise UsageError(
-            f"optimizer.schedule.name = {config.name!r} does not know where to end: set optimizer.schedule.decay_steps, "
-            "max_num_steps or max_num_data_epochs, or use 'constant', 'inverse_sqrt' or 'cosine_restarts', which have no end"
-        )
-    if end <= config.warmup_steps + config.hold_steps:
-        held = f" + hold_steps = {config.hold_steps}" if config.hold_steps else ""
-        raise UsageError(
-            f"optimizer.schedule.warmup_steps = {config.warmup_steps}{held}: expected less than the {end} steps after which the "
-            "decay has ended (optimizer.schedule.decay_steps, or else the run's steps)"
-        )
-    return end

@@ -15,7 +15,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -229,8 +228,7 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
 
 def has_begun(trainer: BaseTrainer) -> bool:
     """Whether the run has checkpoints, as far as can be seen from here. Raises OSError or StorageError of a bucket."""
-    folder = layout.folder_of(trainer.arguments.run_folder) / CHECKPOINTS
-    return folder.is_dir() if isinstance(folder, Path) else bool(layout.steps(folder))
+    return bool(layout.steps(layout.named(trainer.arguments.run_folder) / CHECKPOINTS))
 
 
 def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:

@@ -91,8 +91,6 @@ class Runtime:
         program_key: str | None = None,
         stop_at: int | None = None,
         skip_batches: Sequence[int] = (),
-        fence: str | None = None,
-        run: str | None = None,
         committed_step: int | None = None,
         driver_term: int = 0,
         generation: int = 0,
@@ -107,9 +105,9 @@ class Runtime:
         """The batch index at which to save and stop, the same on all hosts; None: the configuration's limits alone."""
         self.skip_batches = tuple(skip_batches)
         """Batches whose update is not applied, the same on all hosts."""
-        self.run, self.committed_step = run, committed_step
-        """The run's name in the record beside its checkpoints, and the highest step that it ever committed, as the driver knows
-        them. A folder that shows less belongs to another run, or the storage is missing. None: not known, or none yet."""
+        self.committed_step = committed_step
+        """The highest step that the run ever committed, as the driver knows it. A folder that shows less belongs to another run,
+        or the storage is missing. None: not known, or none yet."""
         self.driver_term, self.generation = driver_term, generation
         """Of two processes that save to one folder, the one of the later driver, then of the later generation, is right. Terms
         count from 1; 0: no driver."""
@@ -134,8 +132,7 @@ class Runtime:
         self.profiling = False
         """Whether the loop is recording a profile."""
         self._profile_request: Profile | None = None
-        self._fence = fence
-        self._on_fence: Callable[[str | None], None] = lambda path: None
+        self._on_taken_over: Callable[[int], None] = lambda driver_term: None
         self._notice: MachineTakenAway | None = None
         self._lock = threading.Lock()
         self._odd: set[str] = set()
@@ -238,18 +235,18 @@ class Runtime:
         notice, self._notice = self._notice, None
         return notice
 
-    def fence(self, path: str | None) -> None:
-        """Sets the fence: if `path` exists, another driver has the run, and no checkpoint may be committed any more."""
+    def taken_over(self, driver_term: int) -> None:
+        """The driver of this term has taken the gang over."""
         with self._lock:
-            self._fence = path
-            # Under the lock: a follower must not get an older fence after a newer one.
-            self._on_fence(path)
+            self.driver_term = driver_term
+            # Under the lock: a follower must not get an older term after a newer one.
+            self._on_taken_over(driver_term)
 
-    def follow_fence(self, on_fence: Callable[[str | None], None]) -> None:
-        """Calls `on_fence` with the present fence, and again whenever it changes."""
+    def follow_driver(self, on_taken_over: Callable[[int], None]) -> None:
+        """Calls `on_taken_over` with the term of the present driver, and again when another one takes the gang over."""
         with self._lock:
-            self._on_fence = on_fence
-            on_fence(self._fence)
+            self._on_taken_over = on_taken_over
+            on_taken_over(self.driver_term)
 
     @property
     def stop_reason(self) -> str | None:

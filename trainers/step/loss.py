@@ -179,7 +179,11 @@ class LossFunction:
         loss = with_sources(as_loss(raw, scales), inputs, self.sources)
         # Metrics of the rows are taken from the original batch: `preforward` may have dropped or changed their leaves.
         loss = self.postforward(with_row_metrics(loss, batch), inputs)
-        return self._with_state(loss, model, rest.state, inputs["weight"]), targets_of(raw)
+        # The state that the model has after its call. An evaluation keeps none.
+        if self.training and (after := state_after(model, rest.state)):
+            counts = jnp.any(inputs["weight"] > 0)  # a batch without rows that count changes no state
+            loss = loss._replace(model_state=jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, rest.state))
+        return loss, targets_of(raw)
 
     def predictions(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> Any:
         """Returns the task's predictions: leaves [rows, ...]. Raises UsageError for a leaf that has not as many rows."""
@@ -192,17 +196,6 @@ class LossFunction:
                     f"{jnp.shape(leaf)}: expected [rows, ...] with the {num_rows} rows of the batch"
                 )
         return outputs
-
-    def _with_state(self, loss: Loss, model: Any, before: Any, weight: jax.Array) -> Loss:
-        """Returns the loss with the state that the model has after its call. A batch without rows that count changes no state,
-        and an evaluation keeps none."""
-        if not self.training:
-            return loss
-        after = state_after(model, before)
-        if not after:
-            return loss
-        counts = jnp.any(weight > 0)
-        return loss._replace(model_state=jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, before))
 
     def _call_task(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch, Any]:
         """Returns what the task's loss returned, the batch that was passed to it, and the model."""

@@ -268,10 +268,6 @@ class Assembly:
         rows = arguments.accumulation_steps, meshes.padded_rows(self.mesh, arguments.micro_batch_size)
         return self.batching.shapes(rows, self.design.output, meshes.micro_batches(self.mesh))
 
-    def step_arguments(self, state: TrainState, layout: Layout) -> tuple[Any, ...]:
-        """Returns what the train step is compiled for. `state` may be shapes."""
-        return state, self.zeros(layout), self.step_batch_shapes(), Flags(self.mesh).array()
-
     def checkpoint_manager(self) -> CheckpointManagerProtocol:
         """Does what `BaseTrainer.build_checkpoint_manager` does."""
 

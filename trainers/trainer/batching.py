@@ -112,30 +112,26 @@ class Batching:
         """Returns what the loop and the evaluations read, made of what `configure_dataloaders` returns."""
         given = self._given_loaders or self._trainer.configure_dataloaders()
         arguments, held_out = self._trainer.arguments, given.dataloader_eval
-        make = self._iterated(arguments.global_batch_size, arguments.accumulation_steps, arguments.max_num_data_epochs or 1)
+        iterated = functools.partial(IteratedLoader, mesh=self._mesh_of(), note=note_from_host0, ids=self._ids)
+        make = functools.partial(
+            iterated,
+            global_batch_size=arguments.global_batch_size,
+            accumulation_steps=arguments.accumulation_steps,
+            passes=arguments.max_num_data_epochs or 1,
+        )
         train = as_loader(given.dataloader_train, make, ("batch",))
         # It may have asked for the built-in loader, and wrapped it.
         of_own = self._calls_hooks, "configure_dataloaders returns a loader of your own: call it there"
         check_hooks(self._trainer, dict.fromkeys(("preprocess_batch", "build_collator"), of_own))
         if held_out is not None:
             rows = arguments.evaluation.batch_size or arguments.micro_batch_size
-            held_out = as_loader(held_out, self._iterated(rows, 1, 1), ("epoch",))
+            make = functools.partial(iterated, global_batch_size=rows, accumulation_steps=1, passes=1)
+            held_out = as_loader(held_out, make, ("epoch",))
         return TrainerConfigureDataloaderOutput(train, held_out)
 
     def forget_loaders(self) -> None:
         """Lets the next training ask `configure_dataloaders` again."""
         self._given_loaders = None
-
-    def _iterated(self, rows: int, steps: int, passes: int) -> Callable[[Any], IteratedLoader]:
-        return functools.partial(
-            IteratedLoader,
-            global_batch_size=rows,
-            mesh=self._mesh_of(),
-            accumulation_steps=steps,
-            note=note_from_host0,
-            passes=passes,
-            ids=self._ids,
-        )
 
     # ------------------------------------------------------------------ hooks
 
@@ -143,10 +139,6 @@ class Batching:
     def prepare(self) -> PreparedBatches | None:
         """The hook on batches that are on the devices; None: batches stay as they are."""
         return PreparedBatches(self._trainer, self._mesh_of()) if overrides(self._trainer, "prepare_batch") else None
-
-    @property
-    def prepare_held_out(self) -> Callable[[TrainState, Batch], Batch] | None:
-        return None if self.prepare is None else functools.partial(self.prepare, training=False)
 
     @property
     def prepare_trained(self) -> Callable[[TrainState, Batch], Batch] | None:

@@ -249,7 +249,9 @@ class TrainingRun:
         return self.trainer.assembly.zeros(self.parts.steps.step_layout)
 
     def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
-        return self.trainer.assembly.step_arguments(state, self.parts.steps.step_layout)
+        """Returns what the train step is compiled for. `state` may be shapes."""
+        assembly = self.trainer.assembly
+        return state, assembly.zeros(self.parts.steps.step_layout), assembly.step_batch_shapes(), Flags(self.parts.mesh).array()
 
     # ------------------------------------------------------------------ beginning, trouble and end
 

@@ -55,18 +55,14 @@ class UnitBuilder:
     def jit_step(self, step: Callable[..., Any], *, predicts: bool = False) -> Any:
         replicated = meshes.replicated(self.mesh)
         rows = NamedSharding(self.mesh, PartitionSpec(meshes.batch_axes(self.mesh.shape)))
+        frozen = jax.tree.map(lambda leaf: leaf.sharding, () if self.frozen is None else self.frozen.shapes)
         return jax.jit(
             meshes.tracing_for(self.mesh, step),
-            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh), *self._frozen_shardings),
+            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh), *frozen),
             out_shardings=(replicated, rows) if predicts else replicated,
             # The sums alone: the state is needed again for the next batch.
             donate_argnums=1,
         )
-
-    @property
-    def _frozen_shardings(self) -> tuple[Any, ...]:
-        shapes = () if self.frozen is None else self.frozen.shapes
-        return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
     def unit(
         self,
@@ -181,5 +177,5 @@ class UnitMaker:
             return design.layout_of(function, design.state.params, rows)
 
         flops = partial(design.flops_per_token, trained=design.num_parameters)
-        prepare = made.batching.prepare_held_out
+        prepare = made.batching.prepare and partial(made.batching.prepare, training=False)
         return UnitBuilder(made.mesh, made.state_shardings, made.programs, layout_of, prepare, flops, made.frozen)

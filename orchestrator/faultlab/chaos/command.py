@@ -30,20 +30,20 @@ from gangway.config.yaml_source import shown_override
 from gangway.first_line import say
 from gangway.program import Parser
 from gangway.storage import documents
+from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
 from orchestrator.faultlab.chaos.score import Disturbed, Score, score, show, unfinished_files
-from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of, step_of
+from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import local_cluster, network, why_no_network
 from orchestrator.faultlab.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
 from orchestrator.tracking.tracker import left_over
-from trainers.checkpoint import layout
-from trainers.checkpoint.standing import Folder
 
 DEFAULT_KINDS = ("process", "agent", "driver")
 SMALLEST_DISK_BYTES = 64 << 20
@@ -234,8 +234,8 @@ def disturb(
         if any(injection.kind == "tracking" and injection.healed_at_s > run.ended_at_s() for injection in injections):
             run.ship_the_rest()
         # The small disk is gone after this block.
-        if isinstance(run_dir, Path) and run_dir != layout.folder_of(config.run_dir):
-            shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
+        if run_dir != place_of(config.run_dir):
+            shutil.copytree(run_dir.path, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
         tracked = config.tracking.mlflow or testbed.mlflow is not None
         not_shipped = left_over(str(run.tracking())) if tracked else None
         if testbed.mlflow and (ended := testbed.mlflow.why_it_ended()):
@@ -253,12 +253,12 @@ def unfinished(run: Run) -> dict[str, Any]:
 
 def build_testbed(
     resources: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
-) -> tuple[Testbed, Folder]:
+) -> tuple[Testbed, Place]:
     """Starts the run on the resources that these kinds need. Returns the testbed and the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_overrides = [*overrides, *faults.overrides_for(kinds)]
     env: dict[str, str] = {}
-    run_dir: Folder = layout.folder_of(config.run_dir)
+    run_dir: Place = place_of(config.run_dir)
     disk = server = cluster = net = programs = None
     if faults.need(kinds, "programs"):
         programs = folder.absolute() / "programs"  # not those of this machine's other runs
@@ -267,7 +267,7 @@ def build_testbed(
     if freezable or faults.need(kinds, "disk"):
         disk = resources.enter_context(small_disk(disk_bytes(config), freezable=freezable))
         run_overrides.append(f"storage={disk.folder}")
-        run_dir = disk.folder / config.training.name
+        run_dir = place_of(disk.folder / config.training.name)
     if faults.need(kinds, "network"):
         net = resources.enter_context(network())
     if faults.need(kinds, "mlflow"):
@@ -281,7 +281,7 @@ def build_testbed(
         cluster = resources.enter_context(local_cluster(net, slices_of))
         env = {"RAY_ADDRESS": cluster.address, **cluster.authentication}
     surroundings = {what: faults.need(kinds, what) for what in ("terminal", "reader")}
-    run = Run(config_path, run_overrides, path_of(run_dir), folder, env, **surroundings)
+    run = Run(config_path, run_overrides, run_dir.url, folder, env, **surroundings)
     # If something fails below: the run must not outlive its resources.
     resources.callback(run.clean_up)
     run.start()

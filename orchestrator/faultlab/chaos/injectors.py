@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from gangway.storage.opening import place_of
+from gangway.storage.store import Place
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
-from trainers.checkpoint.standing import Folder
 
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0
@@ -208,14 +208,11 @@ def _damage(testbed: Testbed, fault: Fault, change: Callable[[bytes, random.Rand
     newest = testbed.run.checkpoints()[-1]
     name = pick_file(newest, rng)
     path = newest / name
-    if isinstance(path, Path):
-        path.write_bytes(change(path.read_bytes(), rng))
-    else:
-        path.put(change(path.get() or b"", rng))
+    path.put(change(path.content(), rng))
     return {**kill_process(testbed, fault), "checkpoint": step_of(newest), "file": name}
 
 
-def pick_file(folder: Folder, rng: random.Random) -> str:
+def pick_file(folder: Place, rng: random.Random) -> str:
     """Returns the name in the folder of one that holds something."""
     # Sorted: the same seed has to choose the same file again.
     return rng.choice(sorted(entry.name for entry in place_of(folder).list() if entry.size))
@@ -249,8 +246,7 @@ def a_program_was_refused(testbed: Testbed, injection: Injection) -> bool:
 
 def on_disk(run: Run) -> Path:
     """Returns the folder of a run that is not in a bucket."""
-    assert isinstance(run.run_dir, Path)
-    return run.run_dir
+    return run.run_dir.path
 
 
 def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:

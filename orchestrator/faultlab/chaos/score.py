@@ -17,7 +17,7 @@ from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
 from orchestrator.run_state.stored import CHECKPOINTS
-from trainers.checkpoint.standing import Folder, committed_in
+from trainers.checkpoint import layout
 
 LEDGER_TOLERANCE = 1e-3
 """Of the wall clock: by so much its categories may miss it."""
@@ -172,19 +172,15 @@ def _problems(injection: Injection, incidents: Sequence[Incident]) -> Iterator[s
             yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {injection.oldest_checkpoint}"
 
 
-def unfinished_files(run_dir: Folder) -> list[str]:
-    if isinstance(run_dir, Place):
-        return _unfinished_objects(run_dir)
-    return sorted(f"file {path.relative_to(run_dir)}" for pattern in UNFINISHED for path in run_dir.rglob(pattern))
-
-
-def _unfinished_objects(run: Place) -> list[str]:
-    names = [entry.name for entry in run.list()]
+def unfinished_files(run: Place) -> list[str]:
+    # A store lists objects alone: files that are being written are none.
+    on_disk = (f"{path.relative_to(run.path)}" for path in run.path.rglob("*")) if run.store.is_local else ()
+    names = sorted({*(entry.name for entry in run.list()), *on_disk})
     left = [name for name in names if any(fnmatch(part, pattern) for part in name.split("/") for pattern in UNFINISHED)]
-    committed = {kept.folder for kept in committed_in(run / CHECKPOINTS).values()}
+    committed = {kept.folder for kept in layout.committed_in(run / CHECKPOINTS).values()}
     # By their objects: some stores list a folder for a while after all that was in it is deleted.
     nobodys = {parts[1] for name in names if (parts := name.split("/"))[0] == CHECKPOINTS and len(parts) > 2} - committed
-    return sorted([*(f"object {name}" for name in left), *(f"a checkpoint that no record names: {name}" for name in nobodys)])
+    return sorted([*(f"file {name}" for name in left), *(f"a checkpoint that no record names: {name}" for name in nobodys)])
 
 
 def kept(summary: Mapping[str, Any]) -> dict[str, Any]:

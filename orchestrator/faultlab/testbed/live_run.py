@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from gangway.storage import documents, identity, ours
+from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.faultlab.testbed.screen import Screen
 from orchestrator.run_state import incident_log
@@ -26,7 +27,6 @@ from orchestrator.run_state.stored import CHECKPOINTS
 from orchestrator.run_state.summary import SUMMARY
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from trainers.checkpoint import layout
-from trainers.checkpoint.standing import Folder, at
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
 """As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""
@@ -61,7 +61,7 @@ class Run:
     ):
         if documents.exists(documents.join(run_dir, STATE)):
             raise RunError(f"{run_dir} holds a run already: names must be free here; remove it, or set name= or storage=")
-        self.config_path, self.overrides, self.run_dir = config_path, [*overrides], layout.folder_of(run_dir)
+        self.config_path, self.overrides, self.run_dir = config_path, [*overrides], place_of(run_dir)
         self.output = folder / "console.log"
         self.screen = Screen(self.output, terminal=terminal, reader=reader)
         self._first_seen_s: dict[str, float] = {}
@@ -136,7 +136,7 @@ class Run:
 
     def incidents(self) -> list[dict[str, Any]]:
         """Of all its launches, in their order."""
-        lines = RunFolder(path_of(self.run_dir)).last_lines(incident_log.NAME)
+        lines = RunFolder(self.run_dir.url).last_lines(incident_log.NAME)
         return [entry.incident.to_dict() for _, entry in incident_log.with_launches(lines)[0]]
 
     def summary(self) -> dict[str, Any]:
@@ -147,27 +147,25 @@ class Run:
 
     def ended_at_s(self) -> float:
         """When it wrote its summary; 0 if it has not, or in a bucket."""
-        path = self.run_dir / SUMMARY
-        return modified_s(path) if isinstance(path, Path) else 0.0
+        return modified_s((self.run_dir / SUMMARY).path) if self.run_dir.store.is_local else 0.0
 
     def tracking(self) -> Path:
         """Returns the folder of its metrics: in a bucket there are copies alone, and the files are on this machine."""
-        folder = self.run_dir if isinstance(self.run_dir, Path) else Path(identity.local_folder(self.run_dir.url))
-        return folder / TRACKING
+        return Path(identity.local_folder(self.run_dir.url)) / TRACKING
 
     def ship_the_rest(self) -> None:
         """What the end of a run tells its user to do, if the tracking server was down then."""
-        command = [sys.executable, "-m", "orchestrator.tracking", path_of(self.run_dir)]
+        command = [sys.executable, "-m", "orchestrator.tracking", self.run_dir.url]
         with self.output.open("a") as log, suppress(subprocess.TimeoutExpired):  # what is left then is found
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=self._env, timeout=PATIENCE_S, check=False)
 
     def console(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def checkpoints(self) -> list[Folder]:
+    def checkpoints(self) -> list[Place]:
         """Folders of the complete ones, oldest first."""
         folder = self.run_dir / CHECKPOINTS
-        found = [at(folder, step) for step in layout.steps(folder)]
+        found = [layout.at(folder, step) for step in layout.steps(folder)]
         for path in found:
             self._first_seen_s.setdefault(path.name, time.time())
         return found
@@ -180,9 +178,8 @@ class Run:
     def saved_after(self, at_s: float) -> bool:
         """Whether a checkpoint was completed after that time, which `now_s` has told. A bucket tells no times that could be
         compared with those of this machine: there it counts when a checkpoint was seen first."""
-        return any(
-            (modified_s(path) if isinstance(path, Path) else self._first_seen_s[path.name]) > at_s for path in self.checkpoints()
-        )
+        is_local, found = self.run_dir.store.is_local, self.checkpoints()
+        return any((modified_s(path.path) if is_local else self._first_seen_s[path.name]) > at_s for path in found)
 
     # ------------------------------------------------------------------ its processes
 
@@ -203,7 +200,7 @@ class Run:
         """The living training process of each host of the present generation, by host."""
         members = {}
         for path in (self.orders / "members").glob("host-*.json"):
-            member = self._read(path)
+            member = self._read(place_of(path))
             if member and self._log_of(member["pid"]):
                 members[member["host"]] = psutil.Process(member["pid"])
         return members
@@ -223,7 +220,7 @@ class Run:
 
     def driver(self) -> psutil.Process:
         """The process that holds the run's lease."""
-        holder = holder_of(path_of(self.run_dir))
+        holder = holder_of(self.run_dir.url)
         if holder is None:
             raise RunError("the run has no driver yet")
         return psutil.Process(holder.pid)
@@ -252,7 +249,7 @@ class Run:
 
     def taken(self, order_id: str) -> dict[str, Any] | None:
         """When, where and by whom the order was carried out; None before that."""
-        return self._read(self.orders / "taken" / f"{order_id}.json")
+        return self._read(place_of(self.orders / "taken" / f"{order_id}.json"))
 
     def record_batches(self) -> None:
         """Makes every host note what is in each batch."""
@@ -293,20 +290,15 @@ class Run:
         # The guard of a training process shares its command line, but has closed its output.
         return path if path.startswith(f"{self.logs}/") and LOG_OF_PROCESS.search(path) else None
 
-    def _read(self, path: Folder) -> dict[str, Any] | None:
+    def _read(self, path: Place) -> dict[str, Any] | None:
         try:
-            return json.loads(path.read_text() if isinstance(path, Path) else path.get() or b"")
+            return json.loads(path.content())
         except (FileNotFoundError, ValueError):  # ValueError: a disk that is full leaves empty files
             return None
 
 
-def path_of(folder: Folder) -> str:
-    """Returns the path, or the URL."""
-    return folder.url if isinstance(folder, Place) else str(folder)
-
-
-def step_of(checkpoint: Folder) -> int:
-    """Returns the step of a checkpoint from the name of its folder, which says more in a bucket."""
+def step_of(checkpoint: Place) -> int:
+    """Returns the step of a checkpoint from the name of its folder, which says more."""
     return int(checkpoint.name.partition("-")[0])
 
 

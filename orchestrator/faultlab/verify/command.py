@@ -27,7 +27,7 @@ from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
-from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of, step_of
+from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
@@ -38,8 +38,6 @@ from orchestrator.faultlab.verify.compare import (
     passed,
 )
 from orchestrator.tracking.spool import SPOOL
-from trainers.checkpoint import layout
-from trainers.checkpoint.standing import Folder
 
 REPORT = "verify.json"
 TRIAL = ours.with_any_of("the folder of an earlier verify", REPORT)
@@ -93,7 +91,7 @@ class Trial:
         self.config_path, self.overrides, self.console = arguments.config, [*arguments.overrides], console
         self.steps, self.tolerance = arguments.steps, arguments.tolerance
         self.config = load(self.config_path, self.overrides)
-        self.folder = layout.folder_of(f"{self.config.run_dir}-verify")
+        self.folder = place_of(f"{self.config.run_dir}-verify")
         if documents.exists(self.folder) and not (self.folder / REPORT).exists():
             raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
         delete(self.folder, TRIAL)
@@ -127,7 +125,7 @@ class Trial:
         findings = [judge_resized(plain, resized, self.tolerance, self.where)]
         lineage = {name: resized.summary[name] for name in ("lineage", "skipped_batches")}
         documents.write_json(self.folder / "lineage.json", lineage)
-        again = self._evidence("replayed", more=[f"driver.replay={path_of(self.folder / 'lineage.json')}"])
+        again = self._evidence("replayed", more=[f"driver.replay={(self.folder / 'lineage.json').url}"])
         return [*findings, judge_replayed(resized, again, self.where)]
 
     def _evidence(
@@ -139,8 +137,8 @@ class Trial:
     ) -> Evidence:
         """Makes a run; `go_on`: it will stop by itself, and goes on with these overrides."""
         with tempfile.TemporaryDirectory(prefix="gangway-verify-") as orders:
-            own = [*self.overrides, *shortened(self.steps), f"storage={path_of(self.folder)}", f"name={name}", *more]
-            run = Run(self.config_path, own, path_of(self.folder / name), Path(orders))
+            own = [*self.overrides, *shortened(self.steps), f"storage={self.folder.url}", f"name={name}", *more]
+            run = Run(self.config_path, own, (self.folder / name).url, Path(orders))
             run.record_batches()
             if prepare:
                 prepare(run, self.steps)
@@ -237,11 +235,9 @@ def check_evidence(evidence: Evidence, trainer: str) -> None:
         )
 
 
-def delete(folder: Folder, mark: ours.Mark) -> None:
+def delete(folder: Place, mark: ours.Mark) -> None:
     """Deletes a folder with all that is in it, if there is one. Raises NotOursError if it lacks the mark, and OSError."""
-    if not isinstance(folder, Place):
-        ours.delete(folder, mark)
-    elif folder.is_dir():
+    if folder.is_dir():
         ours.delete_folder(folder, mark)
 
 

@@ -9,11 +9,13 @@ import pytest
 
 from gangway.errors import CheckpointUnavailableError
 from gangway.storage import documents
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept
 from orchestrator.commands import checkpoints
 from orchestrator.run_state import lease
 from tests.programs import checkpointing
-from trainers.checkpoint import committed
-from trainers.checkpoint.committed import Committed
+from tests.saved import saved
+from trainers.checkpoint import layout
 
 
 @pytest.fixture
@@ -32,8 +34,21 @@ def ask(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+def row_of(run_dir):
+    return layout.row_of(place_of(run_dir) / "checkpoints")
+
+
+def commit(run_dir, step):
+    """Records a checkpoint that is not there."""
+    row_of(run_dir).commit(row_of(run_dir).newest().term, step, Kept(f"{step}-9_0_00000000", ""))
+
+
+def check(run_dir):
+    layout.check(place_of(run_dir) / "checkpoints", row_of(run_dir).newest(), None)
+
+
 def arrays_of(run_dir, step):
-    return max((run_dir / "checkpoints" / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    return max((saved(run_dir, step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
 
 
 def flip_last_byte(path):
@@ -55,7 +70,7 @@ def test_it_lists_what_there_is(run_dir, capsys):
 
 def test_people_get_a_table(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    (run_dir / "checkpoints" / "9.saving-abc").mkdir()
+    (run_dir / "checkpoints" / "9-1_0_0000abcd").mkdir()
     assert checkpoints.main([str(run_dir)]) == checkpoints.EXIT_FINE
     shown = capsys.readouterr().out
     assert "2x8@0" in shown
@@ -74,15 +89,15 @@ def test_a_flipped_byte_of_large_arrays_is_found_by_verifying(run_dir, capsys, m
 
 @pytest.mark.parametrize(("name", "state", "status"), [("meta.json", "damaged", 1), ("manifest.json", "incomplete", 0)])
 def test_a_missing_document_is_named(run_dir, capsys, name, state, status):
-    (run_dir / "checkpoints" / "8" / name).unlink()
+    (saved(run_dir, 8) / name).unlink()
     found, rows = ask(capsys, run_dir)
     assert (found, [row["state"] for row in rows]) == (status, ["whole", state])
     assert rows[1]["why"]
 
 
 def test_a_changed_manifest_is_damage(run_dir, capsys):
-    flip_last_byte(run_dir / "checkpoints" / "8" / "meta.json")
-    path = run_dir / "checkpoints" / "4" / "manifest.json"
+    flip_last_byte(saved(run_dir, 8) / "meta.json")
+    path = saved(run_dir, 4) / "manifest.json"
     path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
     assert [row["state"] for row in ask(capsys, run_dir)[1]] == ["damaged", "damaged"]
 
@@ -126,26 +141,25 @@ def test_a_loss_is_accepted_by_saying_so(run_dir, capsys):
         "time_used": {"seconds": 0.0, "counted_to_s": None},
     }
     seen = {"published": {"train": 12, "eval": -1}, "seen": {"generation": None, "events": []}}
-    documents.write_json(
-        run_dir / "launch.json", {"launch_id": "a", "committed": {"run": "r", "step": 12}, **progress, **clocks, **seen}
-    )
-    for place in (run_dir, folder):
-        committed.write(place, Committed("r", 12))
+    documents.write_json(run_dir / "launch.json", {"launch_id": "a", "committed_step": 12, **progress, **clocks, **seen})
+    commit(run_dir, 12)
     with pytest.raises(CheckpointUnavailableError, match="--accept-loss"):
-        committed.check(folder, [4, 8], Committed("r", 12))
+        check(run_dir)
     assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
-    assert documents.read_json(run_dir / "launch.json")["committed"] == {"run": "r", "step": 8}
-    assert committed.check(folder, [4, 8], Committed("r", 8)) == Committed("r", 8)
+    assert documents.read_json(run_dir / "launch.json")["committed_step"] == 8
+    check(run_dir)
     shutil.rmtree(folder)
+    with pytest.raises(CheckpointUnavailableError, match="--accept-loss"):
+        check(run_dir)
     assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
-    assert committed.check(folder, [], committed.NOTHING) == Committed("r", None)
+    check(run_dir)
     assert not folder.exists()
 
 
 def test_no_loss_is_accepted_while_the_run_goes_on(run_dir, capsys):
     held = lease.acquire(str(run_dir), "a")
-    committed.write(run_dir, Committed("r", 12))
+    commit(run_dir, 12)
     assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_REFUSED
     held.release()
     assert "is in use" in capsys.readouterr().err
-    assert committed.read(run_dir) == Committed("r", 12)
+    assert row_of(run_dir).newest().step == 12

@@ -1,13 +1,14 @@
 """Copies of runs between folders and buckets: verified, marked until they are whole, and gone on with."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from gangway.storage import identity
 from gangway.storage.documents import StorageError
 from gangway.storage.opening import place_of
-from gangway.storage.row import Row
+from gangway.storage.row import Row, WriterTerm
 from orchestrator.commands import checkpoints
 from orchestrator.run_state import incident_log, lines
 from orchestrator.run_state import launch as launches
@@ -17,15 +18,15 @@ from orchestrator.run_state.versions import check_versions
 from orchestrator.runs import copying
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs import checkpointing
-from trainers.checkpoint import copied, layout, manifest, standing
-from trainers.checkpoint.fence import WriterTerm
+from tests.saved import saved
+from trainers.checkpoint import copied, layout, manifest
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    standing._rows.clear()
+    layout._rows.clear()
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def driver_of(run_dir, launch_id="again"):
 
 
 def manager_of(run_dir, driver_term):
-    standing._rows.clear()
+    layout._rows.clear()
     manager = checkpointing.manager(f"{run_dir}/checkpoints", term=WriterTerm(driver_term, 0))
     manager.restored = manager.restore(checkpointing.abstract(checkpointing.state(0)))
     return manager
@@ -81,7 +82,7 @@ def test_a_copy_goes_on_where_it_is(start, place, kind, to, capsys):
     launch = driver_of(target)
     assert launch.progress.checkpoint_step == 8
     assert [entry.step for _, entry in launch.progress.earlier_incidents] == [5]
-    assert launch.progress.saved_path == str(layout.at(layout.folder_of(target) / "checkpoints", 8))
+    assert launch.progress.saved_path == str(layout.at(place_of(target) / "checkpoints", 8))
     assert b'"loss": 2.5' in b"\n".join(lines.metrics(place_of(target)))
     assert Row(place_of(target) / "row").newest().term.driver_term == 2
     launch.close("FINISHED", 30.0)
@@ -97,14 +98,14 @@ def test_a_copy_goes_on_where_it_is(start, place, kind, to, capsys):
 
 def test_a_damaged_checkpoint_is_named_and_not_copied(start, place, capsys):
     run_dir, states = start("disk")
-    path = layout.at(layout.folder_of(run_dir) / "checkpoints", 8)
-    file = max((path / name for name in manifest.names_below(path)), key=lambda file: file.stat().st_size)
-    content = bytearray(file.read_bytes())
+    path = layout.at(place_of(run_dir) / "checkpoints", 8)
+    file = max((path / name for name in manifest.names_below(path)), key=lambda file: file.size())
+    content = bytearray(file.content())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    file.put(bytes(content))
     target = place("bucket", "b")
     assert checkpoints.main([run_dir, "--copy-to", target]) == 1
-    assert "checkpoints/8 is not copied: the contents of" in capsys.readouterr().err
+    assert f"checkpoints/{path.name} is not copied: the contents of" in capsys.readouterr().err
     launch = driver_of(target)
     assert (launch.progress.checkpoint_step, launch.progress.saved_path[:-8]) == (4, f"{target}/checkpoints/4-0_0_")
     launch.close("FINISHED", 30.0)
@@ -166,6 +167,21 @@ def test_a_place_that_is_in_use_is_refused(start, place, tmp_path, capsys):
 def test_a_run_without_a_good_checkpoint_is_not_copied_as_if_it_had_none(start, place, capsys):
     run_dir, _ = start("disk")
     for step in (4, 8):
-        (layout.at(layout.folder_of(run_dir) / "checkpoints", step) / "manifest.json").unlink()
+        (saved(run_dir, step) / "manifest.json").unlink()
     assert checkpoints.main([run_dir, "--copy-to", place("bucket", "b")]) == 2
-    assert "has no good checkpoint to go on from: checkpoints/8 is not copied:" in capsys.readouterr().err
+    assert f"has no good checkpoint to go on from: checkpoints/{saved(run_dir, 8).name} is not copied:" in capsys.readouterr().err
+
+
+def test_whoever_cannot_read_a_run_cannot_read_its_copy(start, place):
+    run_dir, _ = start("disk")
+    (Path(run_dir) / "figures").mkdir()
+    for name in ("report.html", "figures/loss.png", "launch.json"):
+        (Path(run_dir) / name).touch()
+        (Path(run_dir) / name).chmod(0o600)
+    for folder in (Path(run_dir), Path(run_dir) / "figures"):
+        folder.chmod(0o700)
+    target = Path(place("disk", "b"))
+    assert checkpoints.main([run_dir, "--copy-to", str(target)]) == 0
+    for name in ("report.html", "figures/loss.png", "launch.json"):
+        assert (target / name).stat().st_mode & 0o777 == 0o600, name
+    assert {folder.stat().st_mode & 0o777 for folder in (target, target / "figures")} == {0o700}

@@ -20,6 +20,7 @@ from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import PATIENCE_S, wait_until
+from tests.saved import saved
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
 
@@ -42,7 +43,7 @@ def start(storage):
         opened.append(launch)
         launch.progress.max_steps = 100
         launch.progress.goodput.switch("step", began_s + 20.0)
-        launch.saved(30, str(run_dir / "checkpoints" / "30"))
+        launch.saved(30, str(saved(run_dir, 30)))
         assert launch.progress.is_new(40, "train")
         launch.publish(40, METRICS | {"loss": loss})
         launch.publish(40, {"eval_loss": 3.0, "eval_seconds": 1.0})

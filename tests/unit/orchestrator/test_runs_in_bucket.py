@@ -18,7 +18,7 @@ from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, history, incidents, logs, overview, save, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import committed, standing
+from trainers.checkpoint import layout
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5}
 
@@ -27,7 +27,7 @@ METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_tim
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    standing._rows.clear()
+    layout._rows.clear()
     yield
     assert not [name for name in os.listdir(tmp_path) if ":" in name], "a URL was taken for a path"
 
@@ -167,7 +167,7 @@ def test_a_newer_row_and_a_damaged_document_are_told(storage, start, capsys):
     document = documents.read_json(f"{storage}/a/row/{newest}")
     text = json_text.seal({**{k: v for k, v in document.items() if k != "digest"}, "format": 99})
     place_of(f"{storage}/a/row/99999999.json").put(text.encode())
-    standing._rows.clear()
+    layout._rows.clear()
     assert checkpoints.main([f"{storage}/a"]) == 2
     assert "was written by a newer gangway" in capsys.readouterr().err
 
@@ -190,10 +190,10 @@ def test_a_loss_in_a_bucket_is_accepted_by_saying_so(storage, capsys):
     (run / "checkpoints" / "4-1_0_00000000" / "meta.json").put(b"{}")
     folder = run / "checkpoints"
     with pytest.raises(CheckpointUnavailableError, match="checkpoint 8 of this run was committed"):
-        committed.check(folder, [4], committed.NOTHING)
+        layout.check(folder, row.newest(), None)
     assert checkpoints.main([run.url, "--accept-loss"]) == checkpoints.EXIT_FINE
     assert "incomplete" in capsys.readouterr().out
     newest = Row(run / "row").newest()
     assert (newest.what, newest.step, sorted(newest.of("checkpoints"))) == ("loss", 4, [4])
     assert newest.term > term, "a driver that slept commits nothing after it"
-    assert committed.check(folder, [4], committed.NOTHING).step == 4
+    layout.check(folder, newest, None)

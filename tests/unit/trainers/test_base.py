@@ -9,6 +9,7 @@ import pytest
 from gangway.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError, UsageError
 from gangway.stop_reason import StopReason
 from tests.programs.tiny import Numbers, TableTask, numbers
+from tests.saved import saved
 from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -28,7 +29,7 @@ def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):
     assert output.metrics["tokens"] == 12 * 16 * 8
     assert sorted(losses(events)) == list(range(1, 13))
     assert losses(events)[12] < losses(events)[1]
-    assert output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "12")
+    assert output.checkpoint_path == str(saved(tmp_path / "run", 12))
     assert [e["step"] for e in of(events, "saved")] == [4, 8, 12]
     assert output.metrics["eval_loss"] == pytest.approx(made.evaluate(state)["loss"])
 
@@ -84,7 +85,7 @@ def test_the_held_out_set_is_counted_once_whatever_its_ragged_end(tmp_path, even
 
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
     trainer(tmp_path, max_num_steps=8, optimizer=FIXED).train()
-    flip_a_byte(tmp_path / "run" / "checkpoints" / "8" / "state")
+    flip_a_byte(saved(tmp_path / "run", 8) / "state")
     events.clear()
     resumed = trainer(tmp_path, optimizer=FIXED).train()
     restored = of(events, "restored")[0]
@@ -95,7 +96,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
 
 def test_when_no_checkpoint_is_whole_it_does_not_start_from_nothing(tmp_path, events):
     trainer(tmp_path, max_num_steps=4).train()
-    flip_a_byte(tmp_path / "run" / "checkpoints" / "4" / "state")
+    flip_a_byte(saved(tmp_path / "run", 4) / "state")
     with pytest.raises(CheckpointUnavailableError, match=r"no checkpoint in .* can be restored .*give the run another name"):
         trainer(tmp_path).train()
 
@@ -112,7 +113,7 @@ def test_a_stop_request_saves_the_state_and_says_why(tmp_path, events, reason):
     state = made.train()
     assert made.output.stop_reason == reason
     assert 5 < int(state.step) <= 5 + 4
-    assert made.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / str(int(state.step)))
+    assert made.output.checkpoint_path == str(saved(tmp_path / "run", int(state.step)))
 
 
 def test_one_sentence_ends_training_on_all_hosts_and_saves(tmp_path, events):

@@ -14,8 +14,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from gangway.errors import CheckpointError, CheckpointMissingError, UsageError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.programs.small_tokens import datasets, log_probabilities
+from tests.saved import saved
 from tests.unit.hf_folders import nested, parameters_of
 from tests.unit.training import arguments, assert_equal, of
 from trainers.base import BaseTrainer
@@ -78,7 +80,7 @@ def test_only_adapters_are_trained_and_saved(trained):
     names = {f"{name}_lora_{end}" for name in ("query", "value", "down") for end in "ab"}
     assert set(trained.output.state.params) == {"layers"}
     assert set(trained.output.state.params["layers"]) == names
-    meta = manifest.read_meta(checkpoint(trained))
+    meta = manifest.read_meta(place_of(checkpoint(trained)))
     assert all("_lora_" in name for name in meta["shapes"] if ".params" in name or "mu" in name or "nu" in name)
     # [L, in, rank] and [L, rank, out] of 32, 16 and 48.
     parameters = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))
@@ -165,7 +167,7 @@ def test_another_base_is_refused_and_both_are_named(trained, tmp_path, events):
     trainer(tmp_path, model={"pretrained": str(same)}).train()
     problems, _ = estimate.plan(arguments(tmp_path, **{**SETTINGS, "model": {"pretrained": str(other)}}), 8)
     assert [problem for problem in problems if "is another one" in problem]
-    assert (run / "checkpoints" / "4").exists()
+    assert (saved(run, 4)).exists()
 
 
 def test_a_base_that_changes_or_goes_is_named(tmp_path, events):

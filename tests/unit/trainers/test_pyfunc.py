@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gangway.errors import UsageError
+from tests.saved import saved
 from tests.unit.trainers.commands.test_generate import asked, folder, run  # noqa: F401  fixtures
 from tests.unit.trainers.text.test_tokenizers import cache  # noqa: F401  a fixture
 from tests.unit.training import arguments
@@ -100,4 +101,4 @@ def test_a_model_that_predicts_nothing_from_a_text_is_refused_by_name(task):
 
 def test_adapters_alone_are_refused(run, tmp_path):  # noqa: F811
     with pytest.raises(UsageError, match=r"^--adapter: MLflow loads whole models; "):
-        to_mlflow(run / "checkpoints" / "30", tmp_path / "out", adapter=True)
+        to_mlflow(saved(run, 30), tmp_path / "out", adapter=True)

@@ -31,6 +31,24 @@ def test_a_damaged_document_is_named(tmp_path):
         documents.read_json(tmp_path / "a.json")
 
 
+def test_one_of_which_a_part_was_seen_is_read_again(tmp_path, monkeypatch):
+    """As a file server shows it while another machine writes it."""
+    kind = DocumentKind("a.json", dict, "nothing")
+    kind.write(tmp_path / "a.json", {"a": 1})
+    whole, seen = documents.read_bytes(tmp_path / "a.json"), []
+
+    def read_bytes(path):
+        seen.append(path)
+        return whole[: 9 * len(seen)] if len(seen) < 3 else whole
+
+    monkeypatch.setattr(documents, "read_bytes", read_bytes)
+    assert kind.read(tmp_path / "a.json") == {"a": 1}
+    assert len(seen) == 3
+    whole = whole[:-5]
+    with pytest.raises(documents.DamagedDocument):
+        kind.read(tmp_path / "a.json")
+
+
 def test_of_many_creators_one_wins(tmp_path):
     won = []
     barrier = threading.Barrier(8)

@@ -37,14 +37,6 @@ def test_another_run_at_the_old_place_makes_no_copy_of_one_that_was_moved(tmp_pa
     assert identity.of(tmp_path / "moved") == first
 
 
-def test_an_old_run_keeps_the_id_by_which_other_systems_know_it(tmp_path):
-    (made(tmp_path / "run") / "committed.json").touch()
-    first = identity.of(tmp_path / "run")
-    assert first.id == identity._of_path(str(tmp_path / "run"))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert identity.of(tmp_path / "moved") == first
-
-
 def test_a_path_inside_a_run_goes_with_it(tmp_path):
     run = str(made(tmp_path / "run"))
     path = f"{run}/checkpoints/8"

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from gangway.storage import documents, ours
+from gangway.storage.opening import place_of
 from gangway.storage.ours import NotOursError
 from gangway.storage.store import Place
 from tests.stores.contract import memory_store
@@ -66,11 +67,11 @@ def test_what_cannot_be_deleted_is_reported_when_the_rest_is_gone(tmp_path, monk
 
 def test_an_object_of_a_bucket_needs_the_mark_too():
     bucket = Place(memory_store())
-    for name in ("thing-1", "thesis", "7/notes", "8/meta.json", "8/state/a", "9/meta.json"):
+    for name in ("thing-1", "thesis", "7/notes", "8-1_0_00000000/meta.json", "8-1_0_00000000/state/a", "9/meta.json"):
         (bucket / name).put(b"")
     ours.delete(bucket / "thing-1", MINE)
-    ours.delete_folder(bucket / "8", layout.CHECKPOINT)
-    for delete, name, mark in ((ours.delete, "thesis", MINE), (ours.delete_folder, "7", layout.CHECKPOINT)):
+    ours.delete_folder(bucket / "8-1_0_00000000", layout.UNCOMMITTED)
+    for delete, name, mark in ((ours.delete, "thesis", MINE), (ours.delete_folder, "7", layout.UNCOMMITTED)):
         with pytest.raises(
             NotOursError, match=rf"memory://tests/{name} stays: Gangway has not made it \(it is not {mark.what}\)"
         ):
@@ -80,14 +81,17 @@ def test_an_object_of_a_bucket_needs_the_mark_too():
         ours.delete("gs://bucket/thing-1", MINE)
 
 
+EXPORT = ours.with_any_of("an export", "config.json")
+
+
 def test_a_users_folder_whose_name_is_a_number_is_no_old_checkpoint(tmp_path):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "notes").touch()
     with pytest.raises(NotOursError, match="it is not a checkpoint"):
-        layout.delete(tmp_path / "7")
+        ours.delete_folder(place_of(tmp_path / "7"), layout.UNCOMMITTED)
     (tmp_path / "7.saving").mkdir()
-    with pytest.raises(NotOursError, match="it is not a checkpoint"):
-        layout.put_in_place(tmp_path / "7.saving", tmp_path / "7", replace=layout.CHECKPOINT)
+    with pytest.raises(NotOursError, match="it is not an export"):
+        layout.put_in_place(tmp_path / "7.saving", tmp_path / "7", replace=EXPORT)
     assert sorted(os.listdir(tmp_path)) == ["7", "7.saving"]
 
 
@@ -95,9 +99,9 @@ def test_an_empty_folder_may_be_replaced_and_a_link_to_one_may_not(tmp_path):
     for name in ("7", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "8").symlink_to(tmp_path / "empty")
-    layout.put_in_place(made(tmp_path), tmp_path / "7", replace=layout.CHECKPOINT)
-    with pytest.raises(NotOursError, match="it is not a checkpoint"):
-        layout.put_in_place(made(tmp_path), tmp_path / "8", replace=layout.CHECKPOINT)
+    layout.put_in_place(made(tmp_path), tmp_path / "7", replace=EXPORT)
+    with pytest.raises(NotOursError, match="it is not an export"):
+        layout.put_in_place(made(tmp_path), tmp_path / "8", replace=EXPORT)
     assert os.listdir(tmp_path / "7") == ["inside"]
     assert os.listdir(tmp_path / "empty") == []
 

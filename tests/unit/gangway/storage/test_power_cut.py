@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gangway.storage import documents, json_text
+from gangway.storage.opening import place_of
 from orchestrator.run_state.run_folder import RunFolder
 from trainers.checkpoint import layout, manifest
 
@@ -55,7 +56,7 @@ def disk(monkeypatch):
 
 
 def test_a_manifest_outlives_a_power_cut(tmp_path, disk):
-    manifest.write(tmp_path, manifest.Manifest(12, 100.0, {}))
+    manifest.write(place_of(tmp_path), manifest.Manifest(12, 100.0, {}))
     assert disk.too_early == []
     assert json_text.unseal(disk.kept(tmp_path / manifest.MANIFEST_FILE))["step"] == 12
 

@@ -129,8 +129,11 @@ def test_a_place_is_no_path(store):
             misuse(place)
     assert (place.name, place.parent.name, place.key) == ("a.json", "run", "run/a.json")
     assert place.url == f"{store.url}/run/a.json"
-    with pytest.raises(ValueError, match="around a store"):
-        _ = Place(store).parent
+    if store.is_local:
+        assert Place(store).parent.url == os.path.dirname(store.url)
+    else:
+        with pytest.raises(ValueError, match="around a bucket"):
+            _ = Place(store).parent
 
 
 def test_a_place_does_what_its_store_does(store):

@@ -21,7 +21,7 @@ from orchestrator.faultlab.testbed import live_run
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
-from trainers.checkpoint import standing
+from trainers.checkpoint import layout
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
@@ -29,7 +29,7 @@ TINY = str(ROOT / "configs" / "tiny.yaml")
 @pytest.fixture
 def bucket(stores, monkeypatch):
     stores["gs"].set(monkeypatch)
-    standing._rows.clear()
+    layout._rows.clear()
     return place_of(stores["gs"].url())
 
 
@@ -41,7 +41,7 @@ def saved(bucket):
     term = WriterTerm(row.take_over({"hostname": "here"}).term.driver_term, 0)
 
     def save(step):
-        folder = standing.name_for(step, term, f"{step:08x}")
+        folder = layout.name_for(step, term, f"{step:08x}")
         (run / "checkpoints" / folder / "state" / "empty").put(b"")
         (run / "checkpoints" / folder / "state" / "d" / "0").put(bytes(range(200)))
         row.commit(term, step, Kept(folder, ""))
@@ -108,7 +108,7 @@ def test_what_no_run_may_leave_in_a_bucket_is_named(bucket, saved):
     assert unfinished_files(run) == []
     (run / "checkpoints" / "40-1_0_0c9e41aa" / "state" / "d").put(b"")
     (run / ".probe-0a").put(b"")
-    assert unfinished_files(run) == ["a checkpoint that no record names: 40-1_0_0c9e41aa", "object .probe-0a"]
+    assert unfinished_files(run) == ["a checkpoint that no record names: 40-1_0_0c9e41aa", "file .probe-0a"]
 
 
 def test_kinds_that_need_a_disk_are_refused_by_name_and_no_others():

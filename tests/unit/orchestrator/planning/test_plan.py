@@ -17,6 +17,7 @@ from orchestrator.planning import report as job_plan
 from orchestrator.planning.child import PlanError
 from tests import ROOT
 from tests.programs.mistaken import mistake
+from tests.saved import saved
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.planning import estimate
@@ -311,13 +312,13 @@ def test_what_init_from_names_is_looked_at(tmp_path):
     run = tmp_path / "x"
     problems, facts = estimate.plan(arguments(init_from=str(run)), num_devices=1)
     assert problems == []
-    assert facts["init_from"] == f"11 of 11 parameters from {run}/checkpoints/5 (step 5)"
+    assert facts["init_from"] == f"11 of 11 parameters from {saved(run, 5)} (step 5)"
     (problem,), _ = estimate.plan(arguments(init_from={"path": str(run), "rename": [["embed", "table"]]}), num_devices=1)
     assert "embed is missing there; table is not in the model" in problem
     (problem,), _ = estimate.plan(arguments(init_from=str(tmp_path / "y")), num_devices=1)
     assert problem == f"init_from: there is no {tmp_path}/y"
-    (problem,), _ = estimate.plan(arguments(init_from=str(run / "checkpoints" / "5" / "state")), num_devices=1)
-    assert problem.startswith(f"init_from: {run}/checkpoints/5/state is no checkpoint")
+    (problem,), _ = estimate.plan(arguments(init_from=str(saved(run, 5) / "state")), num_devices=1)
+    assert problem.startswith(f"init_from: {saved(run, 5)}/state is no checkpoint")
     # The storage of the hosts need not be seen from here; and what a run began with may be gone by now.
     problems, facts = estimate.plan(arguments(init_from="/not/mounted/run"), num_devices=1)
     assert (problems, facts["doubt"]) == ([], "init_from: there is no /not/mounted/run")

@@ -22,6 +22,7 @@ from orchestrator.report.charts import thinned
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident
 from orchestrator.tracking.config import TrackingConfig
+from tests.saved import saved
 
 BEGAN_S = 1_795_000_000.0
 
@@ -46,7 +47,7 @@ def train(run_dir, *, steps=200, loss=3.0, incidents=1, **settings):
         launch.mark("busy", now[0], step=step, busy_s=[0.4, 0.5])
     launch.publish(steps, {"eval_loss": loss, "eval_seconds": 1.0})
     launch.mark("saved", now[0], step=steps)
-    launch.saved(steps, str(run_dir / "checkpoints" / str(steps)))
+    launch.saved(steps, str(saved(run_dir, steps)))
     for number in range(incidents):
         failed = Incident(kind="process_crash", host=1, generation=number, step=50 + number, failed_at_s=BEGAN_S + 60 + number)
         failed.evidence = {"summary": "host 1: <killed> by SIGKILL", "log tail": "Traceback <b>"}

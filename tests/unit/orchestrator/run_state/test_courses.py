@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gangway.storage.opening import place_of
 from gangway.wire.events import course_left_at
 from orchestrator.commands import checkpoints
 from orchestrator.faultlab.verify.command import read_losses
@@ -69,7 +70,7 @@ def test_after_a_loss_was_accepted_all_later_points_are_new(opened, tmp_path):
     published(opened("first"), 900, 950)
     published(opened("first"), 940, kind="eval")
     opened("first").close("KILLED", 30.0)
-    checkpoints.accept_loss(tmp_path / "checkpoints")
+    checkpoints.accept_loss(place_of(tmp_path / "checkpoints"))
     second = opened("second")
     assert second.resumed(0)
     assert published(second, 10, 950) == [10, 950]

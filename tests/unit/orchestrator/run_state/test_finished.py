@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gangway.storage import documents
+from gangway.storage.opening import place_of
 from orchestrator.commands import launching
 from orchestrator.config.job import build, shown
 from orchestrator.run_state import summary
 from orchestrator.run_state.outcome import finished_at
+from tests.saved import saved
 from tests.unit.trainers.checkpoint.test_layout import put
-from trainers.checkpoint import committed
-from trainers.checkpoint.committed import Committed
+from trainers.checkpoint import layout
 
 SETTINGS = {"max_num_steps": 800, "evaluation": {"max_batches": 4}}
 
@@ -24,8 +25,8 @@ def job(tmp_path, **changes):
 def run_dir(tmp_path):
     """Of a run that has finished at step 800."""
     folder = tmp_path / "x"
-    put(folder / "checkpoints", 800)
-    committed.write(folder, Committed("run", 800))
+    layout.row_of(place_of(folder / "checkpoints")).take_over({})
+    put(place_of(folder / "checkpoints"), 800)
     digest = summary.training_digest(shown(job(tmp_path)))
     documents.write_json(folder / "summary.json", {"launch_id": "a", "lineage": None, "training_digest": digest})
     documents.write_json(folder / "outcome.json", {"launch_id": "a", "status": "finished"})
@@ -59,8 +60,8 @@ def test_what_the_settings_say_now_counts(run_dir, tmp_path, changes, step):
 
 
 def test_a_run_that_ended_early_is_over_only_for_the_same_settings(run_dir, tmp_path):
-    put(run_dir / "checkpoints", 900)
-    (run_dir / "checkpoints" / "900").rename(run_dir / "elsewhere")
+    put(place_of(run_dir / "checkpoints"), 900)
+    layout.row_of(place_of(run_dir / "checkpoints")).accept_loss({}, [900])
     limit = {"max_num_steps": 5000}
     assert at(tmp_path, **limit) is None
     digest = summary.training_digest(shown(job(tmp_path, **limit)))
@@ -70,15 +71,17 @@ def test_a_run_that_ended_early_is_over_only_for_the_same_settings(run_dir, tmp_
 
 
 def loses_its_checkpoint(folder):
-    (folder / "checkpoints" / "800").rename(folder / "away")
+    saved(folder, 800).rename(folder / "away")
 
 
 def has_lost_a_later_one(folder):
-    committed.write(folder, Committed("run", 900))
+    put(place_of(folder / "checkpoints"), 900)
+    row = layout.row_of(place_of(folder / "checkpoints"))
+    row.remove(row.newest().term, [900])
 
 
 def is_damaged(folder):
-    (folder / "checkpoints" / "800" / "meta.json").write_text("longer or shorter")
+    (saved(folder, 800) / "meta.json").write_text("longer or shorter")
 
 
 def was_stopped(folder):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gangway.storage.documents import StorageError
+from gangway.storage.opening import place_of
 from gangway.storage.probe import no_folder_if_refused
+from gangway.storage.row import Row
 from orchestrator.run_state import fresh
-from orchestrator.run_state.lease import TERMS, RunInUse, Time, acquire
+from orchestrator.run_state.lease import RunInUse, Time, acquire
 
 
 def free(run_dir):
@@ -40,12 +42,11 @@ def test_the_earlier_run_is_moved_and_the_numbers_of_its_drivers_go_on(run):
         assert line == f"begins anew: the earlier run is in {run}.before-1"
     assert files(run.with_name("mine.before-1")) == before
     assert (run.with_name("mine.before-1") / "checkpoints").is_dir()
-    # A process of it that still trains looks for a document of this name before it saves.
-    old, new = f"{TERMS}/000001.json", f"{TERMS}/000002.json"
-    assert set(files(run)) == {"lease.json", old}
+    assert set(files(run)) == {"lease.json", "row/00000001.json"}
     lease = acquire(str(run), "another", Time())
+    # A process of it that still trains finds that a later driver has the run.
     assert lease.driver_term == 2
-    assert new in files(run)
+    assert Row(place_of(run) / "row").newest().term.driver_term == 2
     lease.release()
     with fresh.moved_aside(str(run), True, free) as line:
         assert line.endswith("mine.before-2")

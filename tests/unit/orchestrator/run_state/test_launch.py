@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from gangway.storage import documents, durable
+from gangway.storage.row import Kept, WriterTerm
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
@@ -15,9 +16,6 @@ from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import open_launch
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import PATIENCE_S, wait_until
-from trainers.checkpoint import committed, fence
-from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.fence import WriterTerm
 
 
 class Clock:
@@ -228,6 +226,28 @@ def test_a_driver_whose_run_another_has_taken_writes_nothing_more(take_up, tmp_p
     assert launches.read_gang(tmp_path) == {"generation": 5}
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["it knows", "it was asleep"])
+def test_a_superseded_driver_writes_nothing_any_more(take_up, tmp_path, knows):
+    first = take_up()
+    second = take_up()
+    if knows:
+        first.lease_lost.set()
+    first.publish(20, {"loss": 1.0})
+    first.leave_course(10)
+    first.preview({"step": 20, "previews": []}, pytest.fail)
+    first.mark("generation")
+    first.record(Incident(kind="crash", host=0, generation=0, step=1, failed_at_s=1000.0))
+    first.write_beside("console.log", lambda: pytest.fail("it was written"))
+    first.saved(20, "/checkpoints/20")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    assert first._writer.flush(30)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert '"step": 20' not in (tmp_path / "tracking" / "metrics.jsonl").read_text()
+    second.publish(20, {"loss": 2.0})
+    assert second._writer.flush(30)
+    assert '"loss": 2.0' in (tmp_path / "tracking" / "metrics.jsonl").read_text()
+
+
 def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_path):
     about = {"step": 20, "previews": [{"prompt": "def ", "text": "f():"}]}
     launch = take_up()
@@ -239,54 +259,31 @@ def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_p
     assert {"artifact": "previews/20.json", "folder": "previews"}.items() <= records[-1].items()
 
 
-def test_what_was_committed_is_known_to_every_launch_also_from_the_trainers_record(take_up, tmp_path):
+def test_what_was_committed_is_known_to_every_launch_also_from_the_row(take_up, tmp_path):
     first = take_up("one")
-    run = first.progress.committed.run
-    assert first.progress.committed.step is None
+    assert first.progress.committed_step is None
     for step in (4, 8, 6):  # the last one after a rollback
         first.saved(step, f"/checkpoints/{step}")
-    assert first.progress.committed == Committed(run, 8)
+    assert first.progress.committed_step == 8
     first.close("FINISHED", 30.0)
     second = take_up("two")
-    assert second.progress.committed == Committed(run, 8)
+    assert second.progress.committed_step == 8
+    second.lease._row.commit(WriterTerm(second.lease.driver_term), 7, Kept("7-2_0_00000000", ""))
     second.close("FINISHED", 30.0)
     (tmp_path / "launch.json").unlink()
-    (tmp_path / "checkpoints").mkdir()
-    committed.write(tmp_path / "checkpoints", Committed(run, 7))
     third = take_up("three")
-    assert third.progress.committed == Committed(run, 7)
+    assert third.progress.committed_step == 7
+    third.lease._row.commit(WriterTerm(third.lease.driver_term), 9, Kept("9-3_0_00000000", ""))
     third.close("FINISHED", 30.0)
-    committed.write(tmp_path, Committed(run, 9))
-    assert take_up("four").progress.committed == Committed(run, 9)
-
-
-def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tmp_path):
-    first = take_up("one")
-    first.saved(8, "/checkpoints/8")
-    first.close("FINISHED", 30.0)
-    document = json.loads((tmp_path / "launch.json").read_text())
-    for name in ("committed", "format", "digest"):
-        del document[name]
-    (tmp_path / "launch.json").write_text(json.dumps(document))
-    assert take_up("two").progress.committed.step == 8
+    assert take_up("four").progress.committed_step == 9
 
 
 def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, tmp_path):
     take_up("one").close("FINISHED", 30.0)
     take_up("two").close("FINISHED", 30.0)
-    for folder in ("driver_terms", "row"):
-        shutil.rmtree(tmp_path / folder)
+    shutil.rmtree(tmp_path / "row")
     (tmp_path / "lease.json").unlink()
-    third = take_up("three")
-    assert third.lease.driver_term == 3
-    third.close("FINISHED", 30.0)
-    for name in ("lease.json", "launch.json"):
-        (tmp_path / name).unlink()
-    for folder in ("driver_terms", "row"):
-        shutil.rmtree(tmp_path / folder)
-    (tmp_path / "checkpoints").mkdir()
-    fence.claim(tmp_path / "checkpoints", WriterTerm(3, 5))
-    assert take_up("four").lease.driver_term == 4
+    assert take_up("three").lease.driver_term == 3
 
 
 @pytest.mark.parametrize("how", ["moved", "copied", "linked"])

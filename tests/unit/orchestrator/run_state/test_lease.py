@@ -1,6 +1,5 @@
 import dataclasses
 import os
-import shutil
 import socket
 import threading
 
@@ -145,14 +144,13 @@ def test_a_driver_that_won_its_epoch_but_has_not_yet_written_the_lease_counts(tm
     run = str(tmp_path)
     acquire(run, "a", clock.times).release()
     claim = dataclasses.asdict(holder_of(run)) | {"driver_term": 2, "launch_id": "b", "released": False}
-    documents.create_json(documents.join(run, "driver_terms", "000002.json"), claim)
+    lease.row_of(run).take_over(claim)
     with pytest.raises(RunInUse, match="launch b"):
         acquire(run, "c", clock.times)
     rewrite(run, machine="elsewhere")
-    os.unlink(documents.join(run, "driver_terms", "000002.json"))
-    documents.create_json(documents.join(run, "driver_terms", "000002.json"), claim | {"machine": "elsewhere"})
+    lease.row_of(run).take_over(claim | {"machine": "elsewhere", "driver_term": 3})
     third = acquire(run, "c", clock.times)  # it never did: it died in between
-    assert third.driver_term == 3
+    assert third.driver_term == 4
     third.release()
 
 
@@ -173,23 +171,6 @@ def test_of_drivers_that_start_at_once_one_gets_the_run(tmp_path, clock):
     [t.join() for t in threads]
     assert (len(held), len(refused)) == (1, 5)
     held[0].release()
-
-
-def test_a_claim_that_is_half_written_is_waited_for(tmp_path, clock):
-    run = str(tmp_path)
-    acquire(run, "a", clock.times).release()
-    path = tmp_path / "driver_terms" / "000002.json"
-    path.write_text('{"term": 2, "laun')
-    begun_s = clock.passed_s
-    held = acquire(run, "b", clock.times)
-    assert held.driver_term == 3
-    assert clock.passed_s - begun_s > lease.TTL_S
-    held.release()
-    path.with_name("000004.json").touch()
-    live = dataclasses.asdict(holder_of(run)) | {"driver_term": 4, "launch_id": "c", "machine": "elsewhere", "released": False}
-    clock.meanwhile = lambda: documents.write_json(path.with_name("000004.json"), live)
-    with pytest.raises(RunInUse, match="launch c"):
-        acquire(run, "d", clock.times)
 
 
 def test_epochs_go_on_where_their_documents_were_deleted(tmp_path, clock):
@@ -238,10 +219,10 @@ def test_a_renewal_counts_from_before_it_was_written(tmp_path, clock, monkeypatc
 
 def test_where_nobody_can_tell_of_a_successor_the_lease_is_not_renewed(tmp_path, clock, monkeypatch):
     held = acquire(str(tmp_path), "a", clock.times)
-    (tmp_path / "driver_terms").rename(tmp_path / "away")
-    with pytest.raises(OSError, match="No such file"):
+    (tmp_path / "row").rename(tmp_path / "away")
+    with pytest.raises(OSError, match="it is gone"):
         held.renew()
-    (tmp_path / "away").rename(tmp_path / "driver_terms")
+    (tmp_path / "away").rename(tmp_path / "row")
     held.renew()
     held.release()
 
@@ -300,27 +281,3 @@ def test_of_drivers_that_start_at_once_anywhere_one_gets_the_run(anywhere, clock
     [thread.join() for thread in threads]
     assert (len(won), len(refused)) == (1, 3)
     won[0].release()
-
-
-def test_a_run_of_before_there_was_a_row_goes_on(tmp_path, clock):
-    run = str(tmp_path)
-    old = acquire(run, "a", clock.times)
-    old.release()
-    shutil.rmtree(tmp_path / "row")
-    rewrite(run, released=False)
-    with pytest.raises(RunInUse):  # one that still lives is seen, by what it has written
-        acquire(run, "b", clock.times)
-    rewrite(run, released=True)
-    new = acquire(run, "b", clock.times)
-    assert new.driver_term == 2
-    assert lease.row_of(run).newest().term.driver_term == 2
-    new.release()
-
-
-def test_a_driver_of_before_there_was_a_row_fences_this_one_out(tmp_path, clock):
-    run = str(tmp_path)
-    mine = acquire(run, "a", clock.times)
-    documents.write_json(documents.join(run, "driver_terms", "000002.json"), {})
-    with pytest.raises(LeaseLost):
-        mine.renew()
-    mine.release()

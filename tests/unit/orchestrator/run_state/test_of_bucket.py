@@ -129,16 +129,45 @@ def test_segments_that_cannot_be_copied_are_reported_and_copied_later(run, store
     segments.close(10.0)
     assert segments.problem is None
     (name, size), *others = of_bucket.in_order(of_bucket.segments_of(run))
-    assert (name.partition("-")[0], size, others) == ("0" * 15, 9, [])
+    assert (name[:24], size, others) == ("00000000-000000000000000", 9, [])
 
 
-def test_of_two_segments_from_one_place_the_first_counts(run):
+def test_segments_of_a_driver_that_was_overtaken_hide_nothing_of_its_successor(run):
+    """The first one is of term 1, which wakes up after the second has written, as far as it had got before and further."""
     place = of_bucket.segments_of(run)
-    for name, text in (("0-00000001", "aa\n"), ("0-00000002", "bb\n"), ("3-00000001", "cc\n"), ("9-00000001", "dd\n")):
-        offset, _, ident = name.partition("-")
-        (place / f"{int(offset):015}-{ident}.jsonl").put(text.encode())
+    for term, offset, text in ((1, 0, "aa"), (2, 3, "bb"), (1, 3, "xx"), (1, 6, "yyyyy"), (2, 6, "cc"), (2, 99, "dd")):
+        (place / of_bucket.name_for(term, offset)).put(f"{text}\n".encode())
     of_bucket.fetch(run)
-    assert Path(identity.local_folder(run), "tracking", "metrics.jsonl").read_text() == "aa\ncc\n"
+    assert Path(identity.local_folder(run), "tracking", "metrics.jsonl").read_text() == "aa\nbb\ncc\n"
+
+
+def test_a_machine_that_drives_a_run_again_has_what_another_one_has_written_meanwhile(run, monkeypatch, tmp_path):
+    def drive(home, term, *values):
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+        tracker = Tracker(run, TrackingConfig(mlflow=False), "run", driver_term=term)
+        for step, value in values:
+            tracker.log_metrics(step, {"loss": value})
+        return tracker
+
+    first = drive("a", 1, (1, 5.0))
+    first._segments.copy()
+    first.log_metrics(2, {"a line that is longer than all that the other machine writes": 4.0})
+    first.log_metrics(3, {"and it is never copied": 3.0})
+    drive("b", 2, (2, 4.5)).close()
+    drive("a", 3, (4, 2.0)).close()
+    found = [json.loads(line) for line in lines.metrics(place_of(run))]
+    assert [(line["step"], line["metrics"]) for line in found if "metrics" in line] == [
+        (1, {"loss": 5.0}),
+        (2, {"loss": 4.5}),
+        (4, {"loss": 2.0}),
+    ]
+
+
+def test_lines_are_in_the_order_of_drivers_and_not_of_their_clocks(run):
+    old, new = RunFolder(run, 1), RunFolder(run, 2)
+    for folder, text in ((old, "1\n"), (new, "3\n"), (old, "2\n"), (new, "4\n")):
+        folder.append("incidents.jsonl", text)
+    assert new.last_lines("incidents.jsonl") == ["1", "2", "3", "4"]
 
 
 def test_lines_of_a_plain_copy_on_a_disk_are_read_and_go_on(run, tmp_path):

@@ -31,3 +31,14 @@ def test_what_is_no_request_is_not_done(tmp_path, text):
         (tmp_path / "requests" / name).write_text(text)
     assert requests.take(str(tmp_path), "b") == []
     assert [path.name for path in (tmp_path / "requests").iterdir()] == ["notes.json"]  # the user's own
+
+
+def test_a_planted_link_is_no_request_and_holds_no_other_up(tmp_path):
+    users = tmp_path / "users.json"
+    users.write_text(json.dumps({"kind": "stop", "launch_id": "b", "by": "x", "at_s": 1}))
+    (tmp_path / "requests" / "deeper").mkdir(parents=True)
+    (tmp_path / "requests" / "stop-000000000000.json").symlink_to(users)
+    (tmp_path / "requests" / "deeper" / "stop-000000000001.json").write_text(users.read_text())
+    requests.send(str(tmp_path), "save", "b")
+    assert [request.kind for request in requests.take(str(tmp_path), "b")] == ["save"]
+    assert users.exists()

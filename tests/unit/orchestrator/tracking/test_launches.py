@@ -18,6 +18,7 @@ from orchestrator.tracking.config import TrackingConfig, own_store
 from orchestrator.tracking.mlflow_shipper import Shipper
 from orchestrator.tracking.registration import RegistrationError, register
 from orchestrator.tracking.tracker import Tracker
+from tests.saved import saved
 from tests.stores.fault_proxy import Fault
 
 FIRST = {"max_num_steps": 10, "optimizer": {"learning_rate": 0.1}, "storage": "/a"}
@@ -122,7 +123,7 @@ def test_a_setting_that_is_gone_has_changed():
 
 def test_the_model_is_registered_after_all_else(tmp_path, run):
     tracker = Tracker(str(tmp_path), TrackingConfig(mlflow=False), "a")
-    tracker.register_model("tiny", str(tmp_path / "checkpoints" / "10"), 10, 0.0)
+    tracker.register_model("tiny", str(saved(tmp_path, 10)), 10, 0.0)
     tracker.log_metrics(10, {"loss": 1.0})
     tracker.close()
     ship(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.saved import saved
 from tests.unit.training import FIXED, assert_equal, trainer
 from trainers.callbacks import Callback
 
@@ -47,7 +48,7 @@ def test_every_event_comes_when_it_should_and_has_what_it_says(tmp_path):
     assert [(step, had["epoch"]) for step, had in heard.of("on_epoch_end")] == [(5, 0)]
     assert [step for step, _ in heard.of("on_evaluate_begin")] == [step for step, _ in heard.of("on_evaluate")] == [4, 6]
     assert [had["step"] for _, had in heard.of("on_publish")] == list(range(1, 7))
-    assert heard.of("on_save")[0][1] == {"step": 4, "path": str(tmp_path / "run" / "checkpoints" / "4")}
+    assert heard.of("on_save")[0][1] == {"step": 4, "path": str(saved(tmp_path / "run", 4))}
     for _, had in heard.of("on_step_end"):
         assert {"batch", "loss", "loss_dict", "grad_norm"} <= had.keys()
     published = {had["step"]: had["metrics"] for _, had in heard.of("on_publish")}

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gangway.errors import CheckpointError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
@@ -74,7 +75,7 @@ def test_every_device_gets_its_part_of_each_family(folder, axes):
 
 
 def test_the_parts_are_read_and_not_the_whole(monkeypatch):
-    found, read = weights.look(PARITY / "llama3"), []
+    found, read = weights.look(place_of(PARITY / "llama3")), []
     original = tensor_files.read
 
     def watched(*given):
@@ -124,7 +125,7 @@ def in_two_files(tmp_path, index, twice=("model.norm.weight",), **others):
 
 
 def norm_of(folder):
-    found = hugging_face.look(folder)
+    found = hugging_face.look(place_of(folder))
     (name,) = (name for name, leaf in found.leaves.items() if leaf.tensors == ("model.norm.weight",))
     return hugging_face.read_whole(found, name)
 
@@ -146,15 +147,15 @@ def test_one_file_counts_more_than_an_index_as_in_transformers(tmp_path):
 
 def test_an_index_that_does_not_fit_its_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"index.json does not fit its files: model.norm.weight is in a.* and in b.*safe"):
-        hugging_face.look(in_two_files(tmp_path / "1", {"model.norm.weight": None})[0])
+        hugging_face.look(place_of(in_two_files(tmp_path / "1", {"model.norm.weight": None})[0]))
     wrong = {"model.layers.0.mlp.up_proj.weight": "a.safetensors", "model.layers.1.mlp.up_proj.weight": "a.safetensors"}
     folder, _ = in_two_files(tmp_path / "2", {})
     headers = {name: {*load_file(folder / f"{name}.safetensors")} for name in "ab"}
     elsewhere = next(name for name in wrong if name not in headers["a"])
     with pytest.raises(CheckpointError, match=rf"does not fit its files: {elsewhere} is not in a\.safetensors"):
-        hugging_face.look(in_two_files(tmp_path / "3", wrong)[0])
+        hugging_face.look(place_of(in_two_files(tmp_path / "3", wrong)[0]))
     with pytest.raises(CheckpointError, match=r"names c\.safetensors, which .* has not: copy the whole folder"):
-        hugging_face.look(in_two_files(tmp_path / "4", {"model.norm.weight": "c.safetensors"})[0])
+        hugging_face.look(place_of(in_two_files(tmp_path / "4", {"model.norm.weight": "c.safetensors"})[0]))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_file_that_is_no_index(tmp_path, index, message):
     with pytest.raises(
         CheckpointError, match=rf"model\.safetensors\.index\.json is no index of safetensors: .*{message}|{message}"
     ):
-        hugging_face.look(folder)
+        hugging_face.look(place_of(folder))
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path):
@@ -183,7 +184,7 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
         tensors["model.layers.1.input_layernorm.weight"] = np.ones(5, np.float32)
 
     with pytest.raises(CheckpointError) as raised:
-        weights.look(changed(tmp_path, change))
+        weights.look(place_of(changed(tmp_path, change)))
     for text in (
         "model.layers.1.mlp.up_proj.weight is missing",
         "model.layers.0.mlp.up_proj.bias is left over",
@@ -197,7 +198,7 @@ def test_old_files_have_frequencies_besides(tmp_path):
     def change(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
 
-    assert "layers.up" in weights.look(changed(tmp_path, change)).parameters
+    assert "layers.up" in weights.look(place_of(changed(tmp_path, change))).parameters
 
 
 def with_a_head(tmp_path, change):
@@ -217,7 +218,7 @@ def last_row_changed(head):
 
 def test_a_tied_table_may_be_there_twice_if_both_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(hugging_face, "COMPARED_BYTES", 1024)  # several parts
-    assert "unembed" not in weights.look(with_a_head(tmp_path, lambda head: head)).parameters
+    assert "unembed" not in weights.look(place_of(with_a_head(tmp_path, lambda head: head))).parameters
 
 
 @pytest.mark.parametrize("change", [last_row_changed, lambda head: head[:-1], lambda head: head.astype(np.float16)])
@@ -225,7 +226,7 @@ def test_another_table_than_the_one_that_it_is_tied_to_is_refused(tmp_path, chan
     folder = with_a_head(tmp_path, change)
     said = r"model: lm_head\.weight is not model\.embed_tokens\.weight, and config\.json says .* one \(tie_word_embeddings\)"
     with pytest.raises(CheckpointError, match=said):
-        weights.look(folder)
+        weights.look(place_of(folder))
 
 
 def test_a_cut_file_is_named(tmp_path):
@@ -233,11 +234,11 @@ def test_a_cut_file_is_named(tmp_path):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole file of safetensors"):
-        weights.look(folder)
+        weights.look(place_of(folder))
 
 
 def test_another_model_is_reported_by_its_shapes():
-    found = weights.look(PARITY / "llama3")
+    found = weights.look(place_of(PARITY / "llama3"))
     other = {name: (*stored.shape[:-1], 7) for name, stored in found.parameters.items()}
     with pytest.raises(CheckpointError, match=r"embed is \[64, 32\] there and \[64, 7\] here"):
         weights.match(found, other, InitConfig(path="x"))
@@ -247,8 +248,8 @@ def test_other_weights_have_another_digest(tmp_path):
     def change(tensors):
         tensors["model.norm.weight"][0] += 1
 
-    assert weights.look(changed(tmp_path, change)).digest() != weights.look(PARITY / "llama3").digest()
-    assert weights.look(PARITY / "llama3").digest() == weights.look(PARITY / "llama3").digest()
+    assert weights.look(place_of(changed(tmp_path, change))).digest() != weights.look(place_of(PARITY / "llama3")).digest()
+    assert weights.look(place_of(PARITY / "llama3")).digest() == weights.look(place_of(PARITY / "llama3")).digest()
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3", "gpt2"])
@@ -268,7 +269,7 @@ def test_the_tensors_that_are_planned_have_the_bytes_of_the_folder(name):
     """Of weights that lie side by side in one matrix, or turned, or one for each expert."""
     expected, parameters = load_file(PARITY / name / "model.safetensors"), parameters_of(PARITY / name)
     shapes = {ours: (value.shape, str(value.dtype)) for ours, value in parameters.items()}
-    planned = hugging_face_out.plan(hugging_face.read_config(PARITY / name), shapes)
+    planned = hugging_face_out.plan(hugging_face.read_config(place_of(PARITY / name)), shapes)
     assert {tensor.name for tensor in planned} == expected.keys()
     for tensor in planned:
         assert tensor.shape == expected[tensor.name].shape
@@ -285,7 +286,7 @@ def test_a_matrix_of_another_size_than_what_lies_in_it_is_named(tmp_path):
         tensors | {name.format(layer): tensors[name.format(layer)][:-1] for layer in range(2)}, folder / "model.safetensors"
     )
     with pytest.raises(CheckpointError, match=r"0\.self_attn\.qkv_proj\.weight is F32\[63, 32\]: expected 64 for all that lies"):
-        hugging_face.look(folder)
+        hugging_face.look(place_of(folder))
 
 
 @pytest.mark.parametrize(("name", "max_bytes"), [("qwen3", 1 << 30), ("gpt2", 20_000)])
@@ -313,7 +314,7 @@ def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
 
 def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
     """A list of the tensors of all layers would be the parameter once more."""
-    found, alive, most = weights.look(PARITY / "llama3"), weakref.WeakSet(), []
+    found, alive, most = weights.look(place_of(PARITY / "llama3")), weakref.WeakSet(), []
     original = tensor_files.read
 
     class Part(np.ndarray):

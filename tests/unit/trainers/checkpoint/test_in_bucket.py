@@ -8,12 +8,12 @@ from gangway.errors import CheckpointUnavailableError
 from gangway.storage import opening, usage
 from gangway.storage.object_store import Limits
 from gangway.storage.opening import place_of
+from gangway.storage.row import WriterTerm
 from orchestrator.commands import plan
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing, weights
+from trainers.checkpoint import commit, layout, manifest, orbax_bucket, weights
 from trainers.checkpoint.array_io import ArrayFiles
-from trainers.checkpoint.fence import WriterTerm
 from trainers.checkpoint.retention import Retention
 
 
@@ -31,7 +31,7 @@ def folder(bucket):
 
 def generation(folder, number, driver_term=1, **settings):
     """The manager of another process, which has restored what there is."""
-    standing._rows.clear()
+    layout._rows.clear()
     manager = checkpointing.manager(folder, term=WriterTerm(driver_term, number), **settings)
     manager.restored = manager.restore(checkpointing.abstract(checkpointing.state(0)))
     return manager
@@ -109,8 +109,8 @@ def test_a_plain_copy_on_a_disk_goes_on_and_keeps_its_rules(folder, tmp_path):
     assert (here.saved, here.failed, here.notes) == ([16], [], [])
     assert here.steps() == [8, 16]
     assert not list((run / "checkpoints").glob("4-*"))
-    assert layout.is_whole(layout.at(run / "checkpoints", 8))
-    assert layout.on_the_way(run / "checkpoints") == []
+    assert layout.is_whole(layout.at(place_of(run / "checkpoints"), 8))
+    assert sorted(path.name.partition("-")[0] for path in (run / "checkpoints").iterdir()) == ["16", "8"]
 
 
 def test_of_a_copy_without_records_the_newest_of_each_step_counts(folder, tmp_path):
@@ -213,7 +213,7 @@ def test_an_outage_lets_no_older_checkpoint_win(bucket, folder, monkeypatch, mat
     manager = generation(folder, 0)
     for step in (4, 8):
         manager.save_now(step)
-    standing._rows.clear()
+    layout._rows.clear()
     other = checkpointing.manager(folder, term=WriterTerm(1, 1))
     abstract = checkpointing.abstract(checkpointing.state(0))
     bucket.proxy.faults[:] = [Fault(match.replace("checkpoints", "8-1_0"), do)]
@@ -267,8 +267,8 @@ def test_models_are_saved_alone_and_tidied(folder):
     manager.save_model(4, state, {"batch_index": 4, "metrics": {}, "skipped_batches": []})
     manager.wait()
     models = place_of(folder).parent / "models"
-    assert layout.steps(models) == [4]
-    assert "state/_METADATA" in manifest.names_below(layout.at(models, 4))
+    assert layout.steps(place_of(models)) == [4]
+    assert "state/_METADATA" in manifest.names_below(layout.at(place_of(models), 4))
 
 
 KEPT = Retention(newest=1, every_steps=4, only_models=frozenset({"every"}))
@@ -278,10 +278,10 @@ def test_of_an_old_checkpoint_the_model_is_kept_before_the_rest_is_deleted(bucke
     manager = generation(folder, 0, retention=KEPT)
     states = {step: manager.save_now(step) for step in (4, 8)}
     models = place_of(folder).parent / "models"
-    assert (manager.notes, manager.steps(), layout.steps(models)) == ([], [8], [4])
-    found = weights.stored(manifest.read_meta(layout.at(models, 4)))
+    assert (manager.notes, manager.steps(), layout.steps(place_of(models))) == ([], [8], [4])
+    found = weights.stored(manifest.read_meta(layout.at(place_of(models), 4)))
     assert "embed" in found
-    kept = ArrayFiles().read_one(layout.at(models, 4) / "state", found["embed"].key)
+    kept = ArrayFiles().read_one(layout.at(place_of(models), 4) / "state", found["embed"].key)
     assert kept.tobytes() == np.asarray(states[4].params["embed"]).tobytes()
 
 
@@ -292,10 +292,10 @@ def test_where_the_model_cannot_be_kept_the_checkpoint_stays_and_the_next_save_t
     bucket.proxy.faults[:] = [Fault(match, "403")]
     manager.save_now(8)
     models = place_of(folder).parent / "models"
-    assert (manager.steps(), layout.steps(models), models.list()) == ([4, 8], [], [])
+    assert (manager.steps(), layout.steps(place_of(models)), models.list()) == ([4, 8], [], [])
     bucket.proxy.faults.clear()
     manager.save_now(12)
-    assert (manager.steps(), layout.steps(models)) == ([12], [4, 8])
+    assert (manager.steps(), layout.steps(place_of(models))) == ([12], [4, 8])
 
 
 def test_a_save_and_a_restore_ask_so_often(bucket, folder):

@@ -7,6 +7,8 @@ import jax
 import pytest
 
 from gangway.errors import CheckpointError
+from gangway.storage.opening import place_of
+from gangway.storage.row import Row
 from tests.programs import checkpointing
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
@@ -26,7 +28,7 @@ def restore(folder, **conditions):
 
 
 def lose_manifest(folder, step):
-    (folder / str(step) / manifest.MANIFEST_FILE).unlink()
+    (checkpointing.at(folder, step) / manifest.MANIFEST_FILE).unlink()
 
 
 def test_the_newest_is_restored_as_it_was_saved(folder):
@@ -36,7 +38,7 @@ def test_the_newest_is_restored_as_it_was_saved(folder):
     assert checkpointing.same(restored.state, saved[2])
     assert (restored.meta["step"], restored.meta["note"], restored.skipped) == (2, "ä", [])
     assert again.last_saved_step == 2
-    assert sorted(os.listdir(folder / "2")) == ["manifest.json", "meta.json", "state"]
+    assert sorted(os.listdir(checkpointing.at(folder, 2))) == ["manifest.json", "meta.json", "state"]
 
 
 def test_what_was_saved_may_be_donated_at_once(folder):
@@ -53,7 +55,7 @@ def test_plain_orbax_reads_what_was_saved(folder):
     from orbax.checkpoint import v1 as ocp
 
     state = checkpointing.manager(folder).save_now(4)
-    loaded = ocp.load(folder / "4", checkpointing.abstract(state), checkpointable_name="state")
+    loaded = ocp.load(checkpointing.at(folder, 4), checkpointing.abstract(state), checkpointable_name="state")
     assert checkpointing.same(loaded, state)
 
 
@@ -70,7 +72,7 @@ def test_arrays_that_are_lacking_in_the_files_are_named(folder):
     state = checkpointing.manager(folder).save_now(1)
     wanted = checkpointing.abstract(dataclasses.replace(state, totals={**state.totals, "others": state.totals["tokens"]}))
     with pytest.raises(CheckpointError, match=r"state has no \.totals\['others'\]"):
-        ArrayFiles().read(folder / "1" / "state", wanted)
+        ArrayFiles().read(place_of(checkpointing.at(folder, 1) / "state"), wanted)
 
 
 def test_with_no_checkpoint_there_is_nothing_to_restore(folder):
@@ -120,54 +122,51 @@ def test_a_save_that_fails_anywhere_leaves_nothing_and_is_made_good_by_the_next(
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next_process(folder):
     checkpointing.manager(folder).save_now(1)
-    for name in ("2.saving-dead", "0.deleted-dead", "1.replaced-dead"):
+    for name in ("2-1_0_00000dea", "0-1_0_00000dea.deleted-0000dead"):
         (folder / name / "state").mkdir(parents=True)
-    (folder / ".probe-dead").touch()
+    (folder / f"probe.{'0' * 32}.tmp").touch()
     manager, restored = restore(folder)
     assert restored.meta["step"] == 1
     manager.save_now(2)
     assert checkpointing.names(folder) == ["1", "2"]
 
 
-def test_once_another_driver_has_the_run_nothing_is_saved(folder, tmp_path):
+def test_once_another_driver_has_the_run_nothing_is_saved(folder):
     manager = checkpointing.manager(folder)
-    manager.follow_fence(str(tmp_path / "fence"))
     manager.save_now(1)
-    (tmp_path / "fence").touch()
-    (folder / "9.saving-others").mkdir()
+    checkpointing.take_over(folder)
+    (folder / "9-1_0_00000bee").mkdir()
     manager.save_now(2)
     assert manager.saved == [1]
-    assert "another driver has taken over this run" in manager.failed[0][1]
-    assert str(tmp_path / "fence") in manager.failed[0][1]
-    assert checkpointing.names(folder) == ["1", "9.saving-others"]
+    assert "the run belongs to driver term 2, generation 0 on elsewhere" in manager.failed[0][1]
+    assert checkpointing.names(folder) == ["1", "9-1_0_00000bee"]
 
 
-def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(folder, tmp_path, monkeypatch):
+def test_a_driver_that_comes_while_saving_is_seen_before_anything_is_committed(folder, monkeypatch):
     manager = checkpointing.manager(folder)
-    manager.follow_fence(str(tmp_path / "fence"))
     digests = Commit._digests
 
     def slow(self, names):
-        (tmp_path / "fence").touch()
+        checkpointing.take_over(folder)
         return digests(self, names)
 
     monkeypatch.setattr(Commit, "_digests", slow)
     manager.save_now(1)
-    assert str(tmp_path / "fence") in manager.failed[0][1]
+    assert "the run belongs to driver term 2" in manager.failed[0][1]
     assert checkpointing.names(folder) == []
 
 
-def test_a_fence_that_comes_after_the_commit_is_seen_before_anything_is_deleted(folder, tmp_path, monkeypatch):
+def test_a_driver_that_comes_after_the_commit_is_seen_before_anything_is_deleted(folder, monkeypatch):
     manager = checkpointing.manager(folder, keep=1)
-    manager.follow_fence(str(tmp_path / "fence"))
     manager.save_now(1)
-    put_in_place = layout.put_in_place
+    commit = Row.commit
 
     def just_before_another_driver_comes(*args, **kwargs):
-        put_in_place(*args, **kwargs)
-        (tmp_path / "fence").touch()
+        replaced = commit(*args, **kwargs)
+        checkpointing.take_over(folder)
+        return replaced
 
-    monkeypatch.setattr(layout, "put_in_place", just_before_another_driver_comes)
+    monkeypatch.setattr(Row, "commit", just_before_another_driver_comes)
     manager.save_now(2)
     assert manager.saved == [1, 2]
     assert checkpointing.names(folder) == ["1", "2"]
@@ -188,11 +187,11 @@ def test_one_without_a_manifest_is_the_last_resort(folder):
     for step in (1, 2):
         manager.save_now(step)
     lose_manifest(folder, 2)
-    (folder / "1" / "meta.json").unlink()
+    (checkpointing.at(folder, 1) / "meta.json").unlink()
     again, restored = restore(folder)
     assert restored.meta["step"] == 2
     assert restored.skipped == [{"step": 1, "why": "meta.json is missing"}]
-    assert "checkpoint 2 was not completely committed" in again.notes[-1]
+    assert "checkpoint 2 has no manifest any more" in again.notes[-1]
 
 
 def test_one_that_is_refused_is_named_and_an_older_one_used(folder):
@@ -262,5 +261,5 @@ def test_leaves_of_any_kind_may_come_into_the_state(folder):
 
 def test_names_of_the_folder_are_what_the_command_reads(folder):
     checkpointing.manager(folder).save_now(1)
-    assert layout.steps(folder) == [1]
-    assert manifest.read(folder / "1").step == 1
+    assert layout.steps(place_of(folder)) == [1]
+    assert manifest.read(layout.at(place_of(folder), 1)).step == 1

@@ -5,33 +5,34 @@ import random
 import pytest
 
 from gangway.storage import json_text
+from gangway.storage.opening import place_of
 from trainers.checkpoint import manifest
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    folder = tmp_path / "12"
+    folder = tmp_path / "12-1_0_00000000"
     (folder / "state" / "d").mkdir(parents=True)
     (folder / "state" / "d" / "0").write_bytes(bytes(range(200)))
     (folder / "state" / "_METADATA").write_text("{}")
     (folder / "meta.json").write_text(json_text.seal({"format": manifest.FORMAT, "step": 12, "loss": 0.5}))
-    files = {name: manifest.digest(folder / name) for name in manifest.names_below(folder)}
-    manifest.write(folder, manifest.Manifest(12, 100.0, files))
+    files = {name: manifest.digest(place_of(folder / name)) for name in manifest.names_below(place_of(folder))}
+    manifest.write(place_of(folder), manifest.Manifest(12, 100.0, files))
     return folder
 
 
 def problems(folder, digest_up_to=None):
-    content = manifest.read(folder)
-    return list(content.problems(folder, content.files, digest_up_to=digest_up_to))
+    content = manifest.read(place_of(folder))
+    return list(content.problems(place_of(folder), content.files, digest_up_to=digest_up_to))
 
 
 def test_of_files_as_they_were_there_is_nothing_to_say(checkpoint):
     assert problems(checkpoint) == []
-    assert list(manifest.read(checkpoint).files) == ["meta.json", "state/_METADATA", "state/d/0"]
-    assert manifest.read(checkpoint).num_bytes == sum(
-        (checkpoint / name).stat().st_size for name in manifest.names_below(checkpoint)
+    assert list(manifest.read(place_of(checkpoint)).files) == ["meta.json", "state/_METADATA", "state/d/0"]
+    assert manifest.read(place_of(checkpoint)).num_bytes == sum(
+        (checkpoint / name).stat().st_size for name in manifest.names_below(place_of(checkpoint))
     )
-    assert manifest.read_meta(checkpoint) == {"format": manifest.FORMAT, "step": 12, "loss": 0.5}
+    assert manifest.read_meta(place_of(checkpoint)) == {"format": manifest.FORMAT, "step": 12, "loss": 0.5}
 
 
 def test_a_missing_a_shortened_and_a_changed_file_are_reported_apart(checkpoint):
@@ -54,17 +55,17 @@ def test_digests_of_large_files_are_computed_only_if_asked(checkpoint):
 def test_without_a_manifest_it_was_not_committed(checkpoint):
     (checkpoint / manifest.MANIFEST_FILE).unlink()
     with pytest.raises(manifest.UnfinishedError, match="not completely committed"):
-        manifest.read(checkpoint)
+        manifest.read(place_of(checkpoint))
 
 
 @pytest.mark.parametrize(("name", "read"), [(manifest.MANIFEST_FILE, manifest.read), (manifest.META_FILE, manifest.read_meta)])
 def test_no_changed_byte_of_a_document_changes_what_is_read(checkpoint, name, read):
     path, dice = checkpoint / name, random.Random(0)
-    whole, expected, noticed = path.read_bytes(), read(checkpoint), 0
+    whole, expected, noticed = path.read_bytes(), read(place_of(checkpoint)), 0
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << dice.randrange(8))]) + whole[at + 1 :])
         try:
-            assert read(checkpoint) == expected  # white space
+            assert read(place_of(checkpoint)) == expected  # white space
         except manifest.DamagedError:
             noticed += 1
     assert noticed > len(whole) * 0.8
@@ -75,13 +76,13 @@ def test_what_is_no_document_is_damaged(checkpoint, text):
     for name, read in ((manifest.MANIFEST_FILE, manifest.read), (manifest.META_FILE, manifest.read_meta)):
         (checkpoint / name).write_text(text)
         with pytest.raises(manifest.DamagedError, match=f"{name} is damaged"):
-            read(checkpoint)
+            read(place_of(checkpoint))
 
 
 def test_a_meta_of_another_format_is_not_used(checkpoint):
     (checkpoint / manifest.META_FILE).write_text(json_text.seal({"format": 1}))
     with pytest.raises(manifest.DamagedError, match="format 1, expected 2"):
-        manifest.read_meta(checkpoint)
+        manifest.read_meta(place_of(checkpoint))
 
 
 def test_a_sealed_document_survives_its_writing():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
 
+from gangway.storage.opening import place_of
 from tests.programs import checkpointing
 from tests.programs.processes import PATIENCE_S
+from tests.saved import saved
 from tests.unit.trainers.checkpoint.test_retention import BEST, SIX, lie_in, shapes_of_parameters
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, StopAt, of, trainer
@@ -24,11 +27,11 @@ from trainers.trainer.beginnings import beginning
 
 
 def models_in(tmp_path):
-    folder = tmp_path / "run" / "models"
-    assert layout.on_the_way(folder) == []
+    folder = place_of(tmp_path / "run" / "models")
+    assert layout.unfinished(folder) == []
     for step in layout.steps(folder):
-        content = manifest.read(folder / str(step))
-        assert list(content.problems(folder / str(step), content.files, digest_up_to=None)) == []
+        content = manifest.read(layout.at(folder, step))
+        assert list(content.problems(layout.at(folder, step), content.files, digest_up_to=None)) == []
     return layout.steps(folder)
 
 
@@ -43,9 +46,9 @@ def test_a_run_saves_models_at_their_own_cadence_up_to_their_own_limit(tmp_path,
     state = made.train()
     assert models_in(tmp_path) == models
     assert [event["step"] for event in of(events, "saved")] == [6, 12]
-    assert layout.steps(tmp_path / "run" / "checkpoints") == [12]
+    assert layout.steps(place_of(tmp_path / "run" / "checkpoints")) == [12]
     assert of(events, "note") == []
-    whole = trainer(tmp_path / "other", optimizer=FIXED, init_from=str(tmp_path / "run" / "models" / "12"), max_num_steps=1)
+    whole = trainer(tmp_path / "other", optimizer=FIXED, init_from=str(saved(tmp_path / "run", 12, "models")), max_num_steps=1)
     assemble(whole)
     loaded = beginning(whole).make().params
     for name in ("embed", "out"):
@@ -60,14 +63,14 @@ def test_without_checkpoints_the_models_keep_their_limit(tmp_path, events):
 def test_after_a_restart_models_of_the_abandoned_steps_are_made_again(tmp_path, events):
     checkpoint = {"save_steps": 4, "model_every_steps": 3}
     trainer(tmp_path, StopAt(8, "requested"), optimizer=FIXED, checkpoint=checkpoint).train()
-    at = layout.steps(tmp_path / "run" / "checkpoints")[-1]
-    for step in layout.steps(tmp_path / "run" / "checkpoints"):
+    folder = place_of(tmp_path / "run" / "checkpoints")
+    at = layout.steps(folder)[-1]
+    for step in layout.steps(folder):
         if step > 4:
-            layout.delete(tmp_path / "run" / "checkpoints" / str(step))
-    (tmp_path / "run" / "checkpoints" / "committed.json").unlink()
-    (tmp_path / "run" / "committed.json").unlink()
-    (tmp_path / "run" / "models" / "6" / "meta.json").write_text("of the abandoned course")
-    (tmp_path / "run" / "models" / "9.saving-0123abcd").mkdir()
+            shutil.rmtree(saved(tmp_path / "run", step))
+    layout.accept_loss(folder)
+    (saved(tmp_path / "run", 6, "models") / "meta.json").write_text("of the abandoned course")
+    (tmp_path / "run" / "models" / "9-0_0_0123abcd").mkdir()
     assert at > 6
     runtime.install(runtime.Runtime(events.append))
     trainer(tmp_path, optimizer=FIXED, checkpoint=checkpoint).train()
@@ -81,7 +84,7 @@ def test_a_model_of_a_course_that_was_rolled_back_is_replaced(tmp_path, events):
     made.train()
     assert [event["restored_step"] for event in of(events, "anomaly")] == [4]
     assert models_in(tmp_path) == [5, 10]
-    assert manifest.read_meta(tmp_path / "run" / "models" / "5")["skipped_batches"] == [4]
+    assert manifest.read_meta(place_of(saved(tmp_path / "run", 5, "models")))["skipped_batches"] == [4]
 
 
 def test_a_model_that_cannot_be_saved_is_noted_and_ends_nothing(tmp_path, events, monkeypatch):
@@ -108,9 +111,9 @@ def test_a_model_and_a_checkpoint_are_saved_at_the_same_time(tmp_path):
     manager.save_model(1, state, meta)
     manager.wait()
     assert lie_in(folder) == (["1"], ["1"])
-    params, _ = load_model(str(tmp_path / "models" / "1"), shapes_of_parameters())
+    params, _ = load_model(str(saved(tmp_path, 1, "models")), shapes_of_parameters())
     assert checkpointing.same(params, state.params)
-    assert os.listdir(tmp_path / "models") == ["1"]
+    assert len(os.listdir(tmp_path / "models")) == 1
 
 
 def test_training_does_not_wait_for_a_save_that_never_came_to_its_arrays(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from gangway.errors import CheckpointError, UsageError
+from gangway.storage.opening import place_of
+from tests.saved import saved
 from tests.unit.trainers.step.test_model_state import trainer
 from tests.unit.training import assert_equal, of
 from trainers.checkpoint import weights
@@ -52,8 +54,8 @@ def test_a_saved_state_is_loaded_on_any_mesh(trained, tmp_path, mesh):
 
 @pytest.mark.slow("compiles a step and trains")
 def test_a_model_alone_has_its_statistics_and_evaluates_as_the_whole_checkpoint_does(trained, tmp_path):
-    model = run_folder(trained) / "models" / "6"
-    found = weights.look(model)
+    model = saved(run_folder(trained), 6, "models")
+    found = weights.look(place_of(model))
     assert {"norm.mean", "norm.var", "norm.scale"} <= set(found.parameters)
     for source in (model, trained.output.checkpoint_path):
         (result,) = evaluate.evaluate(trainer(tmp_path, **ONE_CHECKPOINT), str(source))
@@ -64,7 +66,7 @@ def test_a_model_alone_has_its_statistics_and_evaluates_as_the_whole_checkpoint_
 def test_a_model_that_is_kept_of_an_old_checkpoint_has_its_statistics(tmp_path):
     made = trainer(tmp_path, checkpoint={"save_steps": 2, "save_total_limit": 1, **KEPT}, max_num_steps=4)
     made.train()
-    (result,) = evaluate.evaluate(trainer(tmp_path / "other"), str(run_folder(made) / "models" / "2"))
+    (result,) = evaluate.evaluate(trainer(tmp_path / "other"), str(saved(run_folder(made), 2, "models")))
     assert np.isfinite(result.metrics["loss"])
 
 

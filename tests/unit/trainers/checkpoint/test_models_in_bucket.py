@@ -19,7 +19,7 @@ from gangway.storage.store import StorageUnavailable
 from tests import ROOT
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import carried, export, hugging_face, model_files, standing, tensor_files, weights
+from trainers.checkpoint import carried, export, hugging_face, layout, model_files, tensor_files, weights
 from trainers.checkpoint.export import from_safetensors, to_safetensors
 from trainers.checkpoint.standalone import load_from, load_model
 from trainers.commands import generate, saved_models
@@ -36,7 +36,7 @@ META = {"arguments": {"optimizer": {"name": "adamw"}, "lora": None}}
 def bucket(stores, monkeypatch):
     stores["gs"].set(monkeypatch)
     monkeypatch.setattr(opening, "LIMITS", Limits(request_s=5.0, patience_s=0.3, first_wait_s=0.01, longest_wait_s=0.1))
-    standing._rows.clear()
+    layout._rows.clear()
     return stores["gs"]
 
 
@@ -49,7 +49,7 @@ def run(stores):
         manager = checkpointing.manager(f"{url}/checkpoints")
         states = [manager.save_now(step, **META) for step in (4, 8)]
         yield url, states[1]
-        standing._rows.clear()
+        layout._rows.clear()
 
 
 def put(folder: Path, url: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gangway.errors import CheckpointUnavailableError, NonFiniteStateError
+from gangway.storage.opening import place_of
 from tests.programs import checkpointing
 from trainers.checkpoint import layout
 from trainers.checkpoint.fingerprints import Measurement
@@ -47,7 +48,7 @@ def test_a_model_that_is_not_finite_is_not_saved_and_reported(folder):
     manager = checkpointing.manager(folder)
     manager.save_model(2, broken(2), {})
     manager.wait()
-    assert layout.steps(layout.models_of(folder)) == []
+    assert layout.steps(layout.models_of(place_of(folder))) == []
     assert "half" in manager.notes[-1]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 
 from gangway.errors import CheckpointError
+from gangway.storage.opening import place_of
+from gangway.storage.row import Row
 from tests.programs import checkpointing
 from tests.programs.processes import PATIENCE_S
+from tests.saved import saved
 from trainers.checkpoint import layout, model_only
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.standalone import load_model
@@ -118,7 +120,7 @@ def save(manager, step, score):
 
 def lie_in(folder):
     models = folder.parent / "models"
-    return checkpointing.names(folder), sorted(os.listdir(models)) if models.exists() else []
+    return checkpointing.names(folder), checkpointing.names(models) if models.exists() else []
 
 
 def shapes_of_parameters():
@@ -138,35 +140,35 @@ def test_the_best_is_kept_as_a_model_and_can_be_loaded(folder):
     save(manager, 2, 0.5)
     save(manager, 3, 0.4)
     assert lie_in(folder) == (["3"], ["1"])
-    params, meta = load_model(str(folder.parent / "models" / "1"), shapes_of_parameters())
+    params, meta = load_model(str(saved(folder.parent, 1, "models")), shapes_of_parameters())
     assert checkpointing.same(params, best.params)
     assert (meta["step"], meta["scores"]["score"]) == (1, 0.1)
     better = save(manager, 4, 0.05)
     save(manager, 5, 0.7)
     assert lie_in(folder) == (["5"], ["4"])  # the model of 1 is not the best any more
-    assert checkpointing.same(load_model(str(folder.parent / "models" / "4"), shapes_of_parameters())[0], better.params)
+    assert checkpointing.same(load_model(str(saved(folder.parent, 4, "models")), shapes_of_parameters())[0], better.params)
     assert manager.notes == []
 
 
 def test_the_model_in_a_whole_checkpoint_can_be_loaded_too(folder):
     state = checkpointing.manager(folder).save_now(1)
-    assert checkpointing.same(load_model(str(folder / "1"), shapes_of_parameters())[0], state.params)
+    assert checkpointing.same(load_model(str(saved(folder.parent, 1)), shapes_of_parameters())[0], state.params)
 
 
 def test_a_model_that_is_damaged_or_another_is_refused(folder):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)
     save(manager, 2, 0.5)
-    path = str(folder.parent / "models" / "1")
+    path = str(saved(folder.parent, 1, "models"))
     wider = checkpointing.abstract(checkpointing.state(0, rows=128)).params
     with pytest.raises(CheckpointError, match=r"another model.*\['embed'\]: float32\[64, 16\] there, float32\[128, 16\] here"):
         load_model(path, wider)
-    damage(folder.parent / "models" / "1")
+    damage(saved(folder.parent, 1, "models"))
     with pytest.raises(CheckpointError, match=r"is not whole: .*digests differ"):
         load_model(path, shapes_of_parameters())
 
 
-@pytest.mark.parametrize("where", ["array_io.ArrayFiles.copy_parts", "manifest.write", "layout.put_in_place"])
+@pytest.mark.parametrize("where", ["array_io.ArrayFiles.copy_parts", "manifest.write", "manifest.of_files"])
 def test_where_a_model_cannot_be_kept_the_whole_checkpoint_stays(folder, monkeypatch, where):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)
@@ -192,7 +194,9 @@ def test_a_kill_on_the_way_leaves_nothing_half(folder):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)
     save(manager, 2, 0.5)
-    os.rename(folder.parent / "models" / "1", folder.parent / "models" / "1.saving-dead")
+    row = layout.row_of(place_of(folder))
+    row.remove(row.newest().term, [1], "models")  # as if the process had died before it recorded the model
+    layout._rows.clear()
     again = checkpointing.manager(folder, retention=BEST_MODEL)
     again.restore(checkpointing.abstract(checkpointing.state(0)))
     save(again, 3, 0.4)
@@ -202,7 +206,11 @@ def test_a_kill_on_the_way_leaves_nothing_half(folder):
 def test_a_kill_after_the_model_was_kept_only_leaves_the_deleting(folder, monkeypatch):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)
-    monkeypatch.setattr(layout, "delete", lambda path: None)
+
+    def killed(*about):
+        raise OSError("killed here")
+
+    monkeypatch.setattr(Row, "remove", killed)
     save(manager, 2, 0.5)
     assert lie_in(folder) == (["1", "2"], ["1"])
     monkeypatch.undo()
@@ -214,7 +222,7 @@ def test_a_kill_after_the_model_was_kept_only_leaves_the_deleting(folder, monkey
 def test_a_damaged_checkpoint_becomes_no_model(folder):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)
-    damage(folder / "1")
+    damage(saved(folder.parent, 1))
     save(manager, 2, 0.5)
     assert lie_in(folder) == (["1", "2"], [])
     assert "digests differ" in manager.notes[0]
@@ -252,7 +260,7 @@ def test_a_model_of_a_course_that_was_left_goes(folder):
     save(manager, 2, 0.2)
     save(manager, 3, 0.6)
     assert lie_in(folder) == (["3"], ["1", "2"])
-    _, meta = load_model(str(folder.parent / "models" / "2"), shapes_of_parameters())
+    _, meta = load_model(str(saved(folder.parent, 2, "models")), shapes_of_parameters())
     assert meta["scores"]["score"] == 0.2  # 0.1 was that of the course that was left
 
 

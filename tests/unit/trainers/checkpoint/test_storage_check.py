@@ -7,7 +7,7 @@ import pytest
 from tests.programs import checkpointing
 from tests.unit.training import trainer
 from trainers.checkpoint import layout
-from trainers.checkpoint.storage_check import FRESH_S, StorageCheck
+from trainers.checkpoint.ownership import FRESH_S, StorageCheck
 from trainers.trainer.training_run import TrainingRun
 
 LONG_S = 60.0

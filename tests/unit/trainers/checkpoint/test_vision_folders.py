@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from gangway.errors import UsageError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
@@ -25,7 +26,7 @@ LABELS = np.array([1, 4], np.int32)
 
 @pytest.mark.slow("trains more than once")
 def test_a_run_begins_with_a_folder_and_gives_it_back(tmp_path):
-    config = hugging_face.read_config(VIT)
+    config = hugging_face.read_config(place_of(VIT))
     changes = {
         "task": "trainers.tasks.image_classification:ImageClassificationTask",
         "vision": dataclasses.asdict(config),

@@ -15,6 +15,7 @@ import yaml
 from gangway.config.yaml_source import ConfigError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
+from tests.saved import saved
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, saved_models
@@ -78,7 +79,10 @@ def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(traine
     config, folder, published = trained
     before = files_below(folder)
     rows = results(capsys, config, "--checkpoint", folder)
-    assert [(row["step"], row["unit"], Path(row["checkpoint"]).name) for row in rows] == [(6, "eval", "6"), (6, "few", "6")]
+    assert [(row["step"], row["unit"], Path(row["checkpoint"]).name.partition("-")[0]) for row in rows] == [
+        (6, "eval", "6"),
+        (6, "few", "6"),
+    ]
     for row in rows:
         assert row["metrics"] == pytest.approx(of_unit(published[6], row["unit"]), rel=1e-6)
         assert row["rates"]["seconds"] > 0
@@ -87,9 +91,9 @@ def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(traine
 
 def test_several_checkpoints_those_of_the_parameters_alone_and_files(trained, capsys, tmp_path):
     config, folder, published = trained
-    file, model = tmp_path / "model.safetensors", folder / "models" / "4"
-    to_safetensors(folder / "checkpoints" / "6", file)
-    sources = [word for path in (model, folder / "checkpoints" / "6", file) for word in ("--checkpoint", path)]
+    file, model = tmp_path / "model.safetensors", saved(folder, 4, "models")
+    to_safetensors(saved(folder, 6), file)
+    sources = [word for path in (model, saved(folder, 6), file) for word in ("--checkpoint", path)]
     rows = results(capsys, config, *sources, "--unit", "few")
     assert [(row["step"], row["unit"]) for row in rows] == [(4, "few"), (6, "few"), (None, "few")]
     assert rows[0]["metrics"] == pytest.approx(of_unit(published[4], "few"), rel=1e-6)
@@ -115,7 +119,7 @@ def test_a_run_alone_is_measured_with_what_its_checkpoint_has_recorded(trained, 
     assert f"names code that is not gangway's: {HERE}Marked. " in capsys.readouterr().err
     code = (HERE + "Marked", "tests.programs.tiny:TableTask", "tests.programs.tiny:numbers")
     trusted = [word for name in code for word in ("--trust-code", name)]
-    for source in (folder, folder / "checkpoints" / "6"):
+    for source in (folder, saved(folder, 6)):
         rows = results(capsys, source, *trusted)
         assert [(row["step"], row["unit"]) for row in rows] == [(6, "eval"), (6, "few")]
         assert rows[0]["metrics"] == pytest.approx(of_unit(published[6], "eval"), rel=1e-6)
@@ -123,7 +127,7 @@ def test_a_run_alone_is_measured_with_what_its_checkpoint_has_recorded(trained, 
     assert row["metrics"]["loss"] == pytest.approx(published[6]["few_loss"], rel=1e-6)
     assert files_below(folder) == before
     file = tmp_path / "model.safetensors"
-    to_safetensors(folder / "checkpoints" / "6", file)
+    to_safetensors(saved(folder, 6), file)
     assert evaluate.main([str(file)]) == 2
     assert "has recorded no configuration: name one after it" in capsys.readouterr().err
 
@@ -179,7 +183,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_reported(trained, capsys):
     config, folder, _ = trained
     assert evaluate.main([str(config), "--checkpoint", str(folder / "gone")]) == 2
     assert "there is no " in capsys.readouterr().err
-    flip_a_byte(folder / "checkpoints" / "6")
+    flip_a_byte(saved(folder, 6))
     assert evaluate.main([str(config), "--checkpoint", str(folder)]) == 2
     assert "is not whole" in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from gangway.errors import UsageError
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.programs.small_tokens import datasets
+from tests.saved import saved
 from tests.unit import chat_folders
 from tests.unit.trainers.text.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
@@ -65,7 +66,7 @@ def run(folder, tmp_path_factory):  # noqa: F811
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "hf"
-    to_hugging_face(run / "checkpoints" / "30", out)
+    to_hugging_face(saved(run, 30), out)
     return out
 
 
@@ -103,7 +104,7 @@ def test_one_prompt_is_shown_as_a_stream_and_nothing_else_is_on_standard_output(
     # The export has the same weights and the same tokenizer.
     assert asked(capsys, exported, "--prompt", "the gang", "--max-new-tokens", 9).out == printed.out
     earlier = asked(capsys, run, "--prompt", "the gang", "--max-new-tokens", 9, "--step", 18).out
-    assert earlier == asked(capsys, run / "checkpoints" / "18", "--prompt", "the gang", "--max-new-tokens", 9).out != printed.out
+    assert earlier == asked(capsys, saved(run, 18), "--prompt", "the gang", "--max-new-tokens", 9).out != printed.out
     (tmp_path / "prompts").write_text("the gang\n\na\n")
     printed = asked(capsys, run, "--prompts-file", tmp_path / "prompts", "--max-new-tokens", 9).out
     assert printed.startswith(f"> the gang\n{expected['text']}\n\n> a\n")
@@ -287,7 +288,7 @@ def evaluated(capsys, *given):
 
 def test_a_run_and_a_folder_are_evaluated_on_the_data_of_any_configuration(run, exported, configuration, capsys, tmp_path):
     (of_run,) = evaluated(capsys, run, configuration)
-    assert of_run["checkpoint"] == str(run / "checkpoints" / "30")
+    assert of_run["checkpoint"] == str(saved(run, 30))
     (of_folder,) = evaluated(capsys, exported, configuration)
     assert of_folder["metrics"] == pytest.approx(of_run["metrics"], rel=1e-6)
     changed = tmp_path / "changed"

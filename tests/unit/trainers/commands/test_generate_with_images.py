@@ -15,6 +15,7 @@ from flax import nnx
 from PIL import Image
 
 from tests.programs.tiny_images import MODEL, VISION
+from tests.saved import saved
 from tests.unit.trainers.commands.test_generate import asked, rows
 from tests.unit.trainers.text.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
 from tests.unit.training import arguments
@@ -126,7 +127,7 @@ def test_a_run_that_began_with_the_folder_answers_as_the_folder_does(model, run,
     options = ["--max-new-tokens", 6, "--image", pictures / "a.png", "--image", pictures / "b.png", "--prompt", "the gang"]
     text = asked(capsys, model, *options).out
     assert asked(capsys, run, *options).out == text
-    to_hugging_face(run / "checkpoints" / "1", tmp_path / "out")
+    to_hugging_face(saved(run, 1), tmp_path / "out")
     assert asked(capsys, tmp_path / "out", *options).out == text
     assert open_model(str(run)).images == open_model(str(model)).images
     assert open_model(str(run)).images.processor.mean == (0.1, 0.2, 0.3)

@@ -13,6 +13,7 @@ import pytest
 
 import trainers.commands.run
 from tests.programs.mistaken import mistake
+from tests.saved import saved
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime import executables
@@ -56,7 +57,7 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run, tmp
     assert "tokens/s  1 host" in printed.out
     assert "{" not in printed.out  # nothing as Python prints it
     assert printed.out.splitlines()[-1].startswith("ended (max_steps): 4 steps, loss ")
-    assert printed.out.splitlines()[-1].endswith("checkpoints/4")
+    assert printed.out.splitlines()[-1].endswith(str(saved(tmp_path / "alone", 4)))
     second_run = ("max_num_steps=6", "optimizer.schedule.name=constant", "seed=1")
     status, printed = run(*second_run)
     assert status == 0

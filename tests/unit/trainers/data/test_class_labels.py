@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from gangway.errors import DataError
+from gangway.storage.opening import place_of
+from tests.saved import saved
 from tests.unit.training import arguments as of_training
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets, carried, export
@@ -201,7 +203,7 @@ def test_an_export_has_the_names_of_the_classes_of_the_data(tmp_path):
     assert trainer.model_assets == {LABELS_FILE: ["cat", "dog"]}
     assets.keep(str(tmp_path / "run"), trainer.model_assets)
     (tmp_path / "out").mkdir()
-    assets.copy_into(tmp_path / "out", tmp_path / "run" / "checkpoints" / "1")
+    assets.copy_into(tmp_path / "out", place_of(saved(tmp_path / "run", 1)))
     assert export._class_names(tmp_path / "out") == {
         "id2label": {"0": "cat", "1": "dog"},
         "label2id": {"cat": 0, "dog": 1},

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from gangway.errors import CheckpointError, DataError, DataMissingError
+from gangway.storage.opening import place_of
 from tests import fuzz
 from tests.unit.source_files import source
 from trainers.checkpoint import hugging_face
@@ -256,7 +257,7 @@ def check_index(folder, draw):
         and all(name in where[file] for name, file in index.items())
         and not any(name not in index and used == {*files} and all(name in where[file] for file in files) for name in names)
     )
-    found = outcome(lambda: hugging_face._tensors(place), place, CheckpointError)
+    found = outcome(lambda: hugging_face._tensors(place_of(place)), place, CheckpointError)
     assert (found is not None) == is_right
     if found is not None:
         assert {name: found[0][name].name for name in index} == index

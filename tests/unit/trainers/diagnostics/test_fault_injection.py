@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from gangway.stop_reason import StopReason
+from gangway.storage.opening import place_of
 from orchestrator.faultlab.testbed import live_run
 from tests.programs.processes import PATIENCE_S
 from tests.unit import training
@@ -146,7 +147,7 @@ def test_a_stuck_save_is_stuck_in_the_background_of_the_next_checkpoint(folder, 
     copied = threading.Event()
     target = tmp_path / "arrays"
     target.mkdir()
-    assert shows(lambda: ArrayFiles().write(target, lambda: state, copied.set), "write_for_ever")
+    assert shows(lambda: ArrayFiles().write(place_of(target), lambda: state, copied.set), "write_for_ever")
     assert copied.is_set()
 
 

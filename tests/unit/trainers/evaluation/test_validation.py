@@ -9,6 +9,7 @@ import pytest
 
 from gangway.errors import UsageError
 from gangway.stop_reason import StopReason
+from gangway.storage.opening import place_of
 from tests.programs.tiny import Numbers, TableTask, numbers
 from tests.unit.trainers.loop.test_train_loop import World, due
 from tests.unit.training import FIXED, arguments, of, trainer
@@ -223,7 +224,7 @@ def scored(tmp_path, max_num_steps=12, checkpoint=None, cls=Scored, at_start=Fal
 
 def kept(tmp_path, folder="checkpoints"):
     path = tmp_path / "run" / folder
-    return layout.steps(path)
+    return layout.steps(place_of(path))
 
 
 def test_keep_last_and_keep_best_work_together(tmp_path, events):

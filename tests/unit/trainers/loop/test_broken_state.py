@@ -11,6 +11,8 @@ import optax
 import pytest
 
 from gangway.errors import NonFiniteLossError
+from gangway.storage.opening import place_of
+from tests.saved import saved
 from tests.unit.training import of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import layout
@@ -46,9 +48,9 @@ def settings(optimizer, policy="skip", **changes):
 
 
 def saved_and_finite(folder):
-    steps = layout.steps(folder)
+    steps = layout.steps(place_of(folder))
     for step in steps:
-        assert json.loads((folder / str(step) / "meta.json").read_text())["not_finite"] == {}
+        assert json.loads((saved(folder.parent, step) / "meta.json").read_text())["not_finite"] == {}
     return steps
 
 

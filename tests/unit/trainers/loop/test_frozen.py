@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
+from gangway.storage.opening import place_of
+from tests.saved import saved
 from tests.unit.training import FIXED, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers.checkpoint import manifest, weights
 from trainers.config.arguments import load_object
@@ -32,7 +34,7 @@ def teacher(tmp_path_factory):
         folder, seed=7, max_num_steps=8, checkpoint={"save_steps": 4, "save_total_limit": None, "model_every_steps": 8}
     )
     made.train()
-    to_safetensors(folder / "run" / "checkpoints" / "4", folder / "run" / "4.safetensors")
+    to_safetensors(saved(folder / "run", 4), folder / "run" / "4.safetensors")
     return folder / "run"
 
 
@@ -55,7 +57,7 @@ def test_the_loss_is_that_of_a_direct_computation(tmp_path, events, teacher):
     direct = jnp.mean(jnp.sum(jnp.exp(of_teacher) * (of_teacher - student), (1, 2)))
     assert losses(events)[1] == pytest.approx(float(direct), rel=1e-5)
     [note] = [event["message"] for event in of(events, "note") if "frozen" in event["message"]]
-    assert note.startswith(f"frozen.teacher: 2 frozen weights are those of {teacher}/checkpoints/8 (digest ")
+    assert note.startswith(f"frozen.teacher: 2 frozen weights are those of {saved(teacher, 8)} (digest ")
 
 
 def order_of_batch(made):
@@ -68,10 +70,10 @@ def order_of_batch(made):
 @pytest.mark.slow("compiles a step and trains")
 def test_the_teacher_is_no_part_of_the_checkpoint_and_named_there(tmp_path, events, teacher):
     made = distilled(tmp_path, str(teacher))
-    meta = manifest.read_meta(tmp_path / "run" / "checkpoints" / "4")
+    meta = manifest.read_meta(place_of(saved(tmp_path / "run", 4)))
     assert sum("embed" in name for name in meta["shapes"]) == 3  # the student's, and its two moments
     assert meta["frozen"]["teacher"]["path"] == str(teacher)
-    assert meta["frozen"]["teacher"]["checkpoint"] == f"{teacher}/checkpoints/8"
+    assert meta["frozen"]["teacher"]["checkpoint"] == str(saved(teacher, 8))
     assert RECORD.read(str(tmp_path / "run")) == meta["frozen"]
     # Not donated.
     for leaf in jax.tree.leaves(made.frozen):
@@ -90,22 +92,24 @@ def test_a_checkpoint_and_a_file_give_the_same_weights(tmp_path, events, teacher
 
 def test_a_run_goes_on_with_the_same_teacher_though_there_is_a_newer_one(tmp_path, events, teacher):
     moving = shutil.copytree(teacher, tmp_path / "moving")
-    shutil.move(moving / "checkpoints" / "8", tmp_path / "8")
+    shutil.move(saved(moving, 8), tmp_path / "8")
     whole = distilled(tmp_path / "whole", str(moving))
     distilled(tmp_path / "cut", str(moving), max_num_steps=2, checkpoint={"save_steps": 2})
-    shutil.move(tmp_path / "8", moving / "checkpoints" / "8")
+    shutil.move(tmp_path / "8", saved(moving, 8))
     cut = distilled(tmp_path / "cut", str(moving))
     assert_equal(whole.output.state, cut.output.state)
-    with pytest.raises(CheckpointError, match=r"frozen\.teacher: the run has been trained with .*checkpoints/4 .*another one"):
-        distilled(tmp_path / "cut", str(moving / "checkpoints" / "8"), max_num_steps=6)
+    with pytest.raises(CheckpointError, match=r"frozen\.teacher: the run has been trained with .*checkpoints/4-.* .*another one"):
+        distilled(tmp_path / "cut", str(saved(moving, 8)), max_num_steps=6)
 
 
 def test_a_damaged_teacher_is_not_trained_with(tmp_path, events, teacher, monkeypatch):
     check_files = weights.check_files
     # As for large files, whose digests are not computed.
-    monkeypatch.setattr(weights, "check_files", lambda path, digest_up_to=0: check_files(path, digest_up_to=digest_up_to))
+    monkeypatch.setattr(
+        weights, "check_files", lambda path, digest_up_to=0: check_files(place_of(path), digest_up_to=digest_up_to)
+    )
     # Of the parameters alone: a whole checkpoint has the damage in a moment as likely.
-    damaged = shutil.copytree(teacher / "models" / "8", tmp_path / "damaged")
+    damaged = shutil.copytree(saved(teacher, 8, "models"), tmp_path / "damaged")
     flip_a_byte(damaged / "state")
     with pytest.raises(CheckpointUnavailableError, match=r"the contents of .* \(fingerprints differ\)"):
         distilled(tmp_path, str(damaged))

@@ -12,6 +12,8 @@ import pytest
 
 from gangway.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from gangway.storage import durable
+from gangway.storage.opening import place_of
+from tests.saved import saved
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, assert_equal, flip_a_byte, of, trainer
 from trainers import runtime
@@ -41,7 +43,7 @@ def source(tmp_path_factory):
     made.train()
     run = folder / "run"
     made.save_pretrained(str(run / "saved"))
-    to_safetensors(run / "checkpoints" / "8", run / "model.safetensors")
+    to_safetensors(saved(run, 8), run / "model.safetensors")
     alone = trainer(
         folder / "alone",
         seed=7,
@@ -67,7 +69,7 @@ def test_parameters_come_from_a_run_a_checkpoint_or_a_file(tmp_path, events, sou
         assert made.first[name].tobytes() == value.tobytes()
     assert made.begun_at == (0, 0)
     [note] = [event["message"] for event in of(events, "note") if event["message"].startswith("init_from: ")]
-    path = run / (what or "checkpoints/8")
+    path = saved(run, 8) if what in ("", "checkpoints/8") else run / what
     assert note.startswith(f"init_from: 2 of 2 parameters are those of {path} (step 8, digest ")
 
 
@@ -81,8 +83,8 @@ def test_what_was_loaded_is_not_in_memory_a_second_time(tmp_path, source, monkey
 
 def test_parameters_come_from_a_checkpoint_of_the_parameters_alone(tmp_path, events, source):
     models = source[0].parents[0] / "alone" / "run" / "models"
-    old = begun(tmp_path / "a", init_from=str(models / "4")).first
-    assert_equal(old, begun(tmp_path / "b", init_from=str(source[0] / "checkpoints" / "4")).first)
+    old = begun(tmp_path / "a", init_from=str(saved(models.parent, 4, "models"))).first
+    assert_equal(old, begun(tmp_path / "b", init_from=str(saved(source[0], 4))).first)
     shutil.copytree(models, tmp_path / "only" / "models")  # a run of which nothing else is left
     assert_equal(old, begun(tmp_path / "c", init_from=str(tmp_path / "only")).first)
 
@@ -148,7 +150,7 @@ def test_every_parameter_that_does_not_fit_is_named_in_one_error(tmp_path, event
     with pytest.raises(CheckpointError) as raised:
         begun(tmp_path, init_from={"path": str(source[0]), **settings})
     assert str(raised.value) == (
-        f"init_from: {source[0]}/checkpoints/8 does not fit the model: {why}; choose with init_from.include, exclude and rename"
+        f"init_from: {saved(source[0], 8)} does not fit the model: {why}; choose with init_from.include, exclude and rename"
     )
 
 
@@ -170,14 +172,14 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_keeps_what_it_began_with(tmp_
     resumed = trainer(tmp_path / "cut", **settings)
     assert_equal(whole, resumed.train())
     assert [event["message"] for event in of(events, "note") if "init_from" in event["message"]] == []
-    meta = manifest.read_meta(tmp_path / "cut" / "run" / "checkpoints" / "12")
+    meta = manifest.read_meta(place_of(saved(tmp_path / "cut" / "run", 12)))
     expected = {
         "path": str(source[0]),
         "include": [],
         "exclude": [],
         "rename": [],
         "strict": True,
-        "checkpoint": f"{source[0]}/checkpoints/8",
+        "checkpoint": str(saved(source[0], 8)),
     }
     assert {key: meta["init_from"][key] for key in expected} == expected
     assert len(meta["init_from"]["digest"]) == 64
@@ -192,17 +194,20 @@ def test_before_its_first_checkpoint_a_run_begins_with_the_same_again(tmp_path, 
     other = tmp_path / "other"
     shutil.copytree(source[0], other)
     newer = tmp_path / "newer"
-    (other / "checkpoints" / "8").rename(newer)
+    four, eight = saved(other, 4), saved(other, 8)
+    eight.rename(newer)
     first = begun(tmp_path, init_from=str(other)).first
-    newer.rename(other / "checkpoints" / "8")
+    newer.rename(eight)
     assert_equal(begun(tmp_path, init_from=str(other)).first, first)
     assert not np.array_equal(begun(tmp_path / "new", init_from=str(other)).first["out"], first["out"])
-    shutil.copytree(other / "checkpoints" / "8", tmp_path / "eight")
-    shutil.rmtree(other / "checkpoints" / "4")
-    with pytest.raises(CheckpointMissingError, match=r"there is no .*checkpoints/4; the run began with it: bring it back"):
+    shutil.copytree(eight, tmp_path / "eight")
+    shutil.rmtree(four)
+    with pytest.raises(
+        CheckpointMissingError, match=rf"there is no .*checkpoints/{four.name}; the run began with it: bring it back"
+    ):
         begun(tmp_path, init_from=str(other))
-    shutil.move(tmp_path / "eight", other / "checkpoints" / "4")
-    with pytest.raises(CheckpointError, match=r"checkpoints/4 is not what it was; the run began with it"):
+    shutil.move(tmp_path / "eight", four)
+    with pytest.raises(CheckpointError, match=rf"checkpoints/{four.name} is not what it was; the run began with it"):
         begun(tmp_path, init_from=str(other))
     assert_equal(begun(tmp_path, init_from=str(source[0])).first, source[1])  # other settings: another beginning
 
@@ -224,7 +229,7 @@ def test_a_rollback_to_the_beginning_finds_it_again(tmp_path, events, source, co
     assert_equal(rolled.train(), ordered)
     assert [event["restored_step"] for event in of(events, "anomaly")] == [0]
     begun = rolled.lineage.init_from
-    assert begun is None if course == "begun from the seed" else begun["checkpoint"] == f"{source[0]}/checkpoints/8"
+    assert begun is None if course == "begun from the seed" else begun["checkpoint"] == str(saved(source[0], 8))
 
 
 def test_what_is_given_to_train_comes_first(tmp_path, events, source):
@@ -237,14 +242,16 @@ def test_what_is_given_to_train_comes_first(tmp_path, events, source):
 # ---------------------------------------------------------------------- what is there
 
 
-@pytest.mark.parametrize(("what", "why"), [("../alone/run/models/4", r"fingerprints differ"), ("saved", "digests differ")])
+@pytest.mark.parametrize(("what", "why"), [("model", r"fingerprints differ"), ("saved", "digests differ")])
 def test_damage_is_an_error_of_the_storage(tmp_path, events, source, monkeypatch, what, why):
     def without_digests(path, digest_up_to=0):
-        return check_files(path, digest_up_to=digest_up_to)
+        return check_files(place_of(path), digest_up_to=digest_up_to)
 
     check_files = weights.check_files
     monkeypatch.setattr(weights, "check_files", without_digests)  # as for large files, unless there are no fingerprints
-    shutil.copytree(source[0] / what, tmp_path / "copy")
+    shutil.copytree(
+        saved(source[0].parent / "alone" / "run", 4, "models") if what == "model" else source[0] / what, tmp_path / "copy"
+    )
     flip_a_byte(tmp_path / "copy" / "state")
     with pytest.raises(CheckpointUnavailableError, match=rf"the contents of .* are not those that were saved \({why}\)"):
         begun(tmp_path, init_from=str(tmp_path / "copy"))
@@ -280,10 +287,10 @@ def test_what_is_no_checkpoint_is_said(tmp_path, events, make, error, why):
 def test_the_newest_whole_checkpoint_of_a_run_is_taken(tmp_path, events, source):
     copy = tmp_path / "copy"
     shutil.copytree(source[0], copy)
-    (copy / "checkpoints" / "8" / "manifest.json").unlink()
+    (saved(copy, 8) / "manifest.json").unlink()
     made = begun(tmp_path, init_from=str(copy))
-    assert made.lineage.init_from["checkpoint"] == f"{copy}/checkpoints/4"
-    assert json.loads((tmp_path / "run" / "init_from.json").read_text())["begun"]["checkpoint"] == f"{copy}/checkpoints/4"
+    assert made.lineage.init_from["checkpoint"] == str(saved(copy, 4))
+    assert json.loads((tmp_path / "run" / "init_from.json").read_text())["begun"]["checkpoint"] == str(saved(copy, 4))
 
 
 @pytest.mark.slow("trains more than once")

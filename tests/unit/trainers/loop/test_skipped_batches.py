@@ -14,6 +14,7 @@ from cluster.agent.watchdog import Watchdog
 from gangway.errors import LossSpikeError, NonFiniteLossError
 from gangway.stop_reason import StopReason
 from gangway.wire.limits import Limits
+from tests.saved import saved
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -245,7 +246,7 @@ def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path,
     cut = trainer(tmp_path, **CLEAN)
     cut.train()
     assert cut.output.stop_reason is StopReason.RESIZE
-    assert cut.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "5")
+    assert cut.output.checkpoint_path == str(saved(tmp_path / "run", 5))
     ordered()
     resumed = trainer(tmp_path, **CLEAN)
     assert_equal(resumed.train(), state)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from gangway.errors import CheckpointError, UsageError
+from tests.saved import saved
 from tests.unit.training import FIXED, arguments, assert_equal, losses, of, trainer
 from trainers.planning.estimate import plan
 
@@ -31,23 +32,23 @@ def source(tmp_path_factory):
 
 def test_it_ends_as_the_other_run_would_have_from_its_newest_or_any_step(tmp_path, events, source):
     folder, whole = source
-    for number, (path, step) in enumerate([(folder, 8), (folder / "4", 4), (folder / "checkpoints" / "4", 4)]):
+    for number, (path, step) in enumerate([(folder, 8), (folder / "4", 4), (saved(folder, 4), 4)]):
         events.clear()
         made = beginning_with(tmp_path / str(number), str(path))
         assert_equal(made.train(), whole.state)
         assert sorted(losses(events)) == list(range(step + 1, 13))
         assert [made.output.metrics[name] for name in NAMES] == [whole.metrics[name] for name in NAMES]
-        told = f"checkpoint.start_from: the run begins with the whole state of {folder}/checkpoints/{step}, at step {step}"
+        told = f"checkpoint.start_from: the run begins with the whole state of {saved(folder, step)}, at step {step}"
         assert told in [event["message"] for event in of(events, "note")]
 
 
 def test_a_start_before_the_first_checkpoint_begins_the_same_and_its_own_checkpoint_wins(tmp_path, events, source):
     folder = tmp_path / "run"
     shutil.copytree(source[0], folder)
-    shutil.move(folder / "checkpoints" / "8", tmp_path / "8")
+    shutil.move(saved(folder, 8), tmp_path / "8")
     never = {"start_from": str(folder), "save_at_end": False}
     beginning_with(tmp_path, str(folder), max_num_steps=5, checkpoint=never).train()
-    shutil.move(tmp_path / "8", folder / "checkpoints" / "8")
+    shutil.move(tmp_path / "8", saved(folder, 8))
     events.clear()
     beginning_with(tmp_path, str(folder), max_num_steps=6).train()
     assert sorted(losses(events)) == [5, 6]
@@ -63,7 +64,7 @@ def test_a_start_before_the_first_checkpoint_begins_the_same_and_its_own_checkpo
 @pytest.mark.parametrize(
     ("path", "changes", "problem"),
     [
-        ("run/5", {}, "there is no .*run/5"),
+        ("run/5", {}, "there is no .*run/checkpoints/5"),
         ("run", {"optimizer": {"name": "sgd", "learning_rate": 0.1}}, "a checkpoint of another model or optimizer"),
         ("run/events", {}, "there is no .*run/events"),
     ],

@@ -292,11 +292,11 @@ def test_a_notice_stops_the_run_and_is_reported_once():
     assert (host.take_notice(), host.take_notice()) == ({"reason": "SIGTERM", "deadline_s": None}, None)
 
 
-def test_a_fence_is_obeyed_at_once_and_whenever_it_changes():
-    host, seen = runtime.Runtime(lambda event: None, fence="driver_terms/2"), []
-    host.follow_fence(seen.append)
-    host.fence("driver_terms/3")
-    assert seen == ["driver_terms/2", "driver_terms/3"]
+def test_the_term_of_the_driver_is_told_at_once_and_whenever_another_one_takes_over():
+    host, seen = runtime.Runtime(lambda event: None, driver_term=2), []
+    host.follow_driver(seen.append)
+    host.taken_over(3)
+    assert (seen, host.driver_term) == ([2, 3], 3)
 
 
 # ---------------------------------------------------------------------- a save that failed

@@ -31,8 +31,12 @@ START = {"cmd": "start", "generation": 0, "host": 0, "num_hosts": 1, "coordinato
         (orders.read_orders, {"cmd": "start", "host": 0}, "the order 'start': num_hosts is missing"),
         (orders.read_orders, {**START, "cmd": "precompile"}, "the order 'precompile' has no field 'generation'"),
         (orders.read_preparation, {"cmd": "prepare", "arguments": {}}, "the order 'prepare': arguments_class is missing"),
-        (orders.read_command, {"cmd": "start"}, "no order 'start' at this point: expected stop or save or profile or fence"),
-        (orders.read_command, {"cmd": "fence", "pth": "a"}, "the order 'fence' has no field 'pth'; did you mean path?"),
+        (orders.read_command, {"cmd": "start"}, "no order 'start' at this point: expected stop or save or profile or taken_over"),
+        (
+            orders.read_command,
+            {"cmd": "taken_over", "driver_trm": 2},
+            "the order 'taken_over' has no field 'driver_trm'; did you mean driver_term?",
+        ),
         (orders.read_command, {"cmd": "profile", "id": "a", "steps": "3"}, "the order 'profile': steps = '3': expected int"),
     ],
 )
@@ -48,5 +52,5 @@ def test_a_field_that_may_be_absent_may():
 
 
 def test_commands_that_are_made_here_are_read():
-    for command in (orders.SAVE, orders.stop("requested"), orders.fence(None), orders.fence("/a/fence")):
+    for command in (orders.SAVE, orders.stop("requested"), orders.taken_over(2)):
         assert orders.read_command(command) == command

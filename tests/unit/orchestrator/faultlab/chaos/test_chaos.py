@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gangway.storage.opening import place_of
 from orchestrator.commands import run
 from orchestrator.config.job import load
 from orchestrator.faultlab.chaos import command as chaos
@@ -24,6 +25,7 @@ from orchestrator.faultlab.testbed import live_run
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
+from tests.unit.trainers.checkpoint.test_layout import put
 
 
 def injection(kind, incidents_before=0, host=1, **more):
@@ -381,17 +383,18 @@ def test_damage_changes_one_byte_of_a_file_that_has_some(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "state" / "data").write_bytes(bytes(100))
     rng = random.Random(0)
-    assert pick_file(tmp_path, rng) == "state/data"
+    assert pick_file(place_of(tmp_path), rng) == "state/data"
     damaged = flipped(bytes(100), rng)
     assert len(damaged) == 100
     assert sum(byte != 0 for byte in damaged) == 1
 
 
 def test_unfinished_files_are_found(tmp_path):
-    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "40.saving-ab12").mkdir()
+    run = place_of(tmp_path)
+    put(run / "checkpoints", 20)
+    (run / "checkpoints" / "40-1_0_0000ab12" / "state" / "d").put(b"")
     (tmp_path / "launch.json.0a.tmp").touch()
-    assert unfinished_files(tmp_path) == ["file checkpoints/40.saving-ab12", "file launch.json.0a.tmp"]
+    assert unfinished_files(run) == ["a checkpoint that no record names: 40-1_0_0000ab12", "file launch.json.0a.tmp"]
 
 
 class Shrunk:
@@ -502,7 +505,7 @@ def test_each_kept_train_step_is_damaged_and_the_injection_shows_when_that_is_re
 
 def test_checkpoints_that_were_taken_away_come_back_over_what_was_written_in_their_place(tmp_path, monkeypatch):
     monkeypatch.setattr(injectors, "kill_process", lambda testbed, fault: {})
-    run = SimpleNamespace(run_dir=tmp_path)
+    run = SimpleNamespace(run_dir=place_of(tmp_path))
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     for number, salt in enumerate((0, 1)):
         details = injectors.take_checkpoints_away(injectors.Testbed(run), Fault("vanish", 0, 0.0, salt))

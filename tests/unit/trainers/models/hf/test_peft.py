@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from gangway.errors import UsageError
+from gangway.storage.opening import place_of
 from tests import ROOT, fuzz
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face
@@ -59,7 +60,10 @@ def adapters_of(case, tensors):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow("reads and runs whole models")
 def test_adapters_of_peft_give_the_logits_of_peft(case):
-    folder, expected = hugging_face.look(DATA / "parity" / case), load_file(DATA / "peft" / case / "expected.safetensors")
+    folder, expected = (
+        hugging_face.look(place_of(DATA / "parity" / case)),
+        load_file(DATA / "peft" / case / "expected.safetensors"),
+    )
     adapters = adapters_of(case, load_file(DATA / "peft" / case / "adapter_model.safetensors"))
     model = lora.adapt(Decoder(folder.config, rngs=nnx.Rngs(0)), CASES[case], lambda name: jax.random.key(0))
     graph, params, frozen = nnx.split(model, nnx.Param, lora.Frozen)
@@ -71,7 +75,7 @@ def test_adapters_of_peft_give_the_logits_of_peft(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_is_what_peft_writes(case):
-    config = hugging_face.read_config(DATA / "parity" / case)
+    config = hugging_face.read_config(place_of(DATA / "parity" / case))
     tensors = load_file(DATA / "peft" / case / "adapter_model.safetensors")
     about, written = to_adapter(config, CASES[case], adapters_of(case, tensors), case)
     assert written.keys() == tensors.keys()
@@ -84,7 +88,7 @@ def test_what_is_written_is_what_peft_writes(case):
 
 
 def test_an_adapter_that_peft_has_no_name_for_is_refused():
-    config = hugging_face.read_config(DATA / "parity" / "llama3")
+    config = hugging_face.read_config(place_of(DATA / "parity" / "llama3"))
     with pytest.raises(UsageError, match=r"other\.kernel has an adapter: PEFT has no name for it in a .* llama"):
         to_adapter(
             config, CASES["llama3"], {"other.kernel_lora_a": np.zeros((4, 2)), "other.kernel_lora_b": np.zeros((2, 4))}, ""
@@ -104,7 +108,7 @@ def damaged(folder, change=lambda tensors: None, **about):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_of_peft_is_read(case):
-    config = hugging_face.read_config(DATA / "parity" / case)
+    config = hugging_face.read_config(place_of(DATA / "parity" / case))
     expected = adapters_of(case, load_file(DATA / "peft" / case / peft_in.WEIGHTS))
     found = peft_in.read(DATA / "peft" / case, config, CASES[case])
     assert found.keys() == expected.keys()
@@ -121,7 +125,7 @@ WITH_TABLES = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", WITH_TABLES)
 def test_tables_with_new_tokens_give_the_logits_of_peft(case):
-    lora_config, config = WITH_TABLES[case], hugging_face.read_config(DATA / "parity" / case)
+    lora_config, config = WITH_TABLES[case], hugging_face.read_config(place_of(DATA / "parity" / case))
     config = dataclasses.replace(config, vocab_size=64 + lora_config.new_tokens)
     found = peft_in.read(DATA / "peft" / f"{case}_tokens", config, lora_config)
     expected = load_file(DATA / "peft" / f"{case}_tokens" / "expected.safetensors")
@@ -154,7 +158,7 @@ def logits_are(config, lora_config, base, adapters, tokens, expected):
 
 def test_one_adapter_for_what_lies_in_one_matrix_is_one_for_each(tmp_path):
     """As PEFT makes it by itself: all outputs of the matrix have the rank together."""
-    config = hugging_face.read_config(DATA / "parity" / "phi3")
+    config = hugging_face.read_config(place_of(DATA / "parity" / "phi3"))
     rng = np.random.default_rng(0)
     b = rng.normal(size=(2, 96, 4)).astype(np.float32)
     a = rng.normal(size=(2, 4, 32)).astype(np.float32)
@@ -217,7 +221,7 @@ def without_a_layer(tensors):
     ],
 )
 def test_an_adapter_of_peft_that_does_not_fit_is_refused_by_name(tmp_path, settings, change, about, message):
-    config, usual = hugging_face.read_config(DATA / "parity" / "llama3"), CASES["llama3"]
+    config, usual = hugging_face.read_config(place_of(DATA / "parity" / "llama3")), CASES["llama3"]
     folder = damaged(tmp_path / "adapter", change or (lambda tensors: None), **about)
     with pytest.raises(UsageError, match=message):
         peft_in.read(folder, config, dataclasses.replace(usual, **settings))
@@ -234,7 +238,7 @@ MODULES = {
 def drawn_adapter(rng):
     """What PEFT would have saved for two layers of the Llama: its configuration and tensors, and what each module adds to its
     weight, after `get_pattern_key` and `scaling` of PEFT."""
-    config = hugging_face.read_config(DATA / "parity" / "llama3")
+    config = hugging_face.read_config(place_of(DATA / "parity" / "llama3"))
     shapes = {module: parameters_of(DATA / "parity" / "llama3")[f"layers.{ours}"].shape[1:] for module, ours in MODULES.items()}
     chosen = [module for module in MODULES if rng.random() < 0.5] or ["mlp.up_proj"]
 

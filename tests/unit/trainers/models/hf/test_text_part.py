@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gangway.errors import CheckpointError, UsageError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit.hf_folders import nested, parameters_of
@@ -32,7 +33,7 @@ def copied(folder, tensors, **changes):
 
 
 def test_the_logits_are_those_of_the_model_with_images():
-    found, expected = hugging_face.look(FOLDER), load_file(FOLDER / "expected.safetensors")
+    found, expected = hugging_face.look(place_of(FOLDER)), load_file(FOLDER / "expected.safetensors")
     assert (found.config.family, found.config.window, found.config.tie_embeddings) == ("mistral", 6, False)
     params = nested(parameters_of(FOLDER))
     logits = jax.jit(lambda model: model(expected["tokens"]))(with_weights(found.config, params))
@@ -46,25 +47,25 @@ def test_the_names_of_transformers_5_are_read_too(tmp_path):
         name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
         return f"model.{name}" if name.startswith(("vision_tower.", "multi_modal_projector.")) else name
 
-    found = hugging_face.look(copied(tmp_path / "new", {new(name): value for name, value in tensors.items()}))
+    found = hugging_face.look(place_of(copied(tmp_path / "new", {new(name): value for name, value in tensors.items()})))
     for name in ("unembed", "layers.query", "embed"):
         np.testing.assert_array_equal(
-            hugging_face.read_whole(found, name), hugging_face.read_whole(hugging_face.look(FOLDER), name)
+            hugging_face.read_whole(found, name), hugging_face.read_whole(hugging_face.look(place_of(FOLDER)), name)
         )
 
 
 def test_what_belongs_to_neither_part_is_left_over(tmp_path):
     tensors = load_file(FOLDER / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"audio_tower\.x is left over"):
-        hugging_face.look(copied(tmp_path / "more", tensors | {"audio_tower.x": np.zeros(1, np.float32)}))
+        hugging_face.look(place_of(copied(tmp_path / "more", tensors | {"audio_tower.x": np.zeros(1, np.float32)})))
     text = {"model_type": "mistral", **{name: value for name, value in ABOUT["text_config"].items() if name != "model_type"}}
     (tmp_path / "more" / "config.json").write_text(json.dumps(text))
     with pytest.raises(CheckpointError, match=r"multi_modal_projector\.linear_1\.weight is left over"):
-        hugging_face.look(tmp_path / "more")
+        hugging_face.look(place_of(tmp_path / "more"))
 
 
 def test_that_the_encoder_is_left_out_is_reported():
-    assert weights.look(FOLDER).about == "mistral of Hugging Face; its encoder of images is left out"
+    assert weights.look(place_of(FOLDER)).about == "mistral of Hugging Face; its encoder of images is left out"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from gangway.errors import CheckpointError, UsageError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.unit.hf_folders import nested, parameters_of
 from trainers.checkpoint import hugging_face, hugging_face_out
@@ -36,7 +37,7 @@ def expected_of(name):
 
 def model_of(folder, dtype=jnp.float32):
     """The model in a folder, with its weights."""
-    found = hugging_face.look(folder)
+    found = hugging_face.look(place_of(folder))
     config = found.config
 
     def build():
@@ -121,7 +122,7 @@ def test_on_a_mesh(gemma3):
 
 @pytest.mark.parametrize("name", ["vit", "siglip", "gemma3"])
 def test_a_file_comes_back_under_the_names_of_the_hub(name, tmp_path):
-    found = hugging_face.look(DATA / name)
+    found = hugging_face.look(place_of(DATA / name))
     parameters = {ours: (leaf.shape, leaf.dtype) for ours, leaf in found.leaves.items()}
     files = hugging_face_out.files_of(hugging_face_out.plan(found.config, parameters), 10**9)
     hugging_face_out.write(tmp_path, files, lambda ours: hugging_face.read_whole(found, ours))
@@ -133,7 +134,7 @@ def test_a_file_comes_back_under_the_names_of_the_hub(name, tmp_path):
     for tensor, value in of_hub.items():
         np.testing.assert_array_equal(written[tensor], value, err_msg=tensor)
     # The other names, and the configuration, are read too.
-    again = hugging_face.look(tmp_path)
+    again = hugging_face.look(place_of(tmp_path))
     assert vision_config.meaning(again.config) == vision_config.meaning(found.config)
     for ours in found.leaves:
         np.testing.assert_array_equal(hugging_face.read_whole(again, ours), hugging_face.read_whole(found, ours))
@@ -152,8 +153,8 @@ def test_an_encoder_is_read_out_of_a_file_that_has_more(tmp_path):
     save_file({f"vision_model.{name}": value for name, value in tensors.items()} | more, tmp_path / "model.safetensors")
     about = json.loads((DATA / "siglip" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "text_config": {}, "vision_config": about}))
-    found = hugging_face.look(tmp_path)
-    assert found.config == hugging_face.look(DATA / "siglip").config
+    found = hugging_face.look(place_of(tmp_path))
+    assert found.config == hugging_face.look(place_of(DATA / "siglip")).config
     np.testing.assert_array_equal(hugging_face.read_whole(found, "pooling.probe"), tensors["head.probe"])
 
 
@@ -163,7 +164,7 @@ def test_a_weight_that_is_missing_is_named(tmp_path):
     save_file(tensors | {"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((DATA / "vit" / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"not a model of the family vit.*classifier\.bias is missing; other is left over"):
-        hugging_face.look(tmp_path)
+        hugging_face.look(place_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -215,14 +216,14 @@ def test_what_a_file_leaves_out_is_the_default_of_the_family():
 
 
 def test_gemma3_alone_has_images_in_the_form_of_hugging_face():
-    config = hugging_face.read_config(DATA / "gemma3")
+    config = hugging_face.read_config(place_of(DATA / "gemma3"))
     other = config._replace(model=dataclasses.replace(config.model, family="gemma2", rope_scaling=None, local_rope_theta=None))
     with pytest.raises(UsageError, match=r"model.family = 'gemma2': expected gemma3"):
         vision_config.write(other, max_length=64, dtype="float32")
 
 
 def test_a_soft_cap_of_the_logits_is_not_there_with_images():
-    config = hugging_face.read_config(DATA / "gemma3")
+    config = hugging_face.read_config(place_of(DATA / "gemma3"))
     other = config._replace(model=dataclasses.replace(config.model, logit_softcap=30.0))
     message = r"model.logit_softcap = 30.0: gemma3 with images has none; leave it out"
     with pytest.raises(UsageError, match=message):
