@@ -22,6 +22,7 @@ from tests.environment import PYTEST
 FOLDER = ROOT / "build" / "fuzz"
 COUNT, SEED = "TESTS_FUZZ_COUNT", "TESTS_FUZZ_SEED"
 CASES_A_ROUND = 100
+OWNERS = "tests/unit/trainers/checkpoint/test_random_owners.py"
 DATA, HF = "tests/unit/trainers/data", "tests/unit/trainers/models/hf"
 KINDS = {
     "files": f"{DATA}/test_random_files.py::test_many_files_with_random_defects",
@@ -32,9 +33,9 @@ KINDS = {
     "models": f"{HF}/test_random_configs.py::test_many_models_are_written_as_transformers_reads_them_or_refused",
     "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
-    "owners_on_disk": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_drivers_take_a_run_on_a_disk_from_each_other",
-    "owners_in_bucket": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_drivers_take_a_run_in_a_bucket_from_each_other",
-    "power_cuts": "tests/unit/trainers/checkpoint/test_random_owners.py::test_many_power_cuts_lose_nothing_that_was_saved",
+    "owners_on_disk": f"{OWNERS}::test_many_drivers_take_a_run_on_a_disk_from_each_other",
+    "owners_in_bucket": f"{OWNERS}::test_many_drivers_take_a_run_in_a_bucket_from_each_other",
+    "power_cuts": f"{OWNERS}::test_many_power_cuts_lose_nothing_that_was_saved",
     "driver": "tests/unit/orchestrator/driver/test_driver_model.py::test_many_runs_end_as_if_nothing_had_happened",
 }
 

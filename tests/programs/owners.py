@@ -12,9 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +154,7 @@ def _disturb(driver: Driver, chance: random.Random, disk: Disk | None) -> Callab
             count += 1
             if count == driver.killed_at:
                 if disk is not None:
-                    disk.cut(chance)
+                    disk.cut_power(chance)
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0 if driver.power_cut else chance.choice(SLEEPS_S))
             found = function(*args, **kwargs)
@@ -182,24 +185,56 @@ class Disk:
         self._names: dict[int, dict[str, int]] = {}
         """Of folders: the inodes by name."""
         self._folders: set[int] = set()
+        self._held: set[int] = set()
+        """What is open: so no other file gets its inode once it is deleted."""
+        self._cut = threading.Lock()
+        """Held from a power cut on: nothing is made to last after it."""
         # What processes before this one have left lies there for long.
         for path in (root, *root.rglob("*")) if root.exists() else ():
             self._keep(path)
 
     def keep(self, descriptor: int) -> None:
         """The file or folder lasts as it is now."""
-        self._keep(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        with self._cut:
+            self._keep(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
     def _keep(self, path: Path) -> None:
         if path.is_dir():
             found = {entry.name: entry for entry in os.scandir(path)}
+            for entry in found.values():
+                self._hold(entry.path, entry.inode())
             self._names[os.stat(path).st_ino] = {name: entry.inode() for name, entry in found.items()}
             self._folders |= {entry.inode() for entry in found.values() if entry.is_dir(follow_symlinks=False)}
         else:
+            self._hold(path, os.stat(path).st_ino)
             self._contents[os.stat(path).st_ino] = path.read_bytes()
 
-    def cut(self, chance: random.Random) -> None:
-        """Puts what is left by a power cut in the place of the folder. No other process may use it."""
+    def _hold(self, path: str | os.PathLike[str], inode: int) -> None:
+        if inode not in self._held:
+            self._held.add(inode)
+            with suppress(FileNotFoundError):
+                os.open(path, os.O_RDONLY)
+
+    def cut_power(self, chance: random.Random) -> None:
+        """Ends this process, and all its threads at once, by a power cut. Never returns. No other process may use the folder."""
+        self._cut.acquire()
+        warnings.simplefilter("ignore")  # of JAX, whose threads the other process does not need
+        mine = os.getpid()
+        if os.fork() == 0:
+            # From another process: the threads of this one would go on while the disk changes.
+            os.kill(mine, signal.SIGSTOP)
+            while " T " not in Path(f"/proc/{mine}/stat").read_text():
+                time.sleep(0.001)
+            try:
+                self._cut_power(chance)
+            finally:
+                os.kill(mine, signal.SIGKILL)
+                os._exit(0)
+        while True:
+            time.sleep(1)
+
+    def _cut_power(self, chance: random.Random) -> None:
+        """Puts what is left by a power cut in the place of the folder."""
         left = self.root.with_name(f"{self.root.name}.left")
         there = {os.stat(path).st_ino: path for path in (self.root, *self.root.rglob("*"))} if self.root.exists() else {}
         if self.root.exists():
