@@ -125,6 +125,7 @@ class Gang:
     def record(self) -> dict[str, Any]:
         """Returns what another driver needs to adopt this gang, JSON-able. `version` tells whether it has changed."""
         return {
+            "run_name": self.run_name,
             "hosts": dataclasses.asdict(self.config),
             "slots": [slot.record() for slot in self.slots],
             "members": [slot.number for slot in self.members],
@@ -396,6 +397,8 @@ class Gang:
             self._adopt(record, check_stop)
 
     def _adopt(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
+        if record["run_name"] != self.run_name:
+            raise AdoptError(f"it is the gang of {record['run_name']}, of which this run is a copy, or was moved")
         if record["hosts"] != dataclasses.asdict(self.config):
             raise AdoptError("the configuration of the hosts is another one now")
         self._bundles.recall(record)

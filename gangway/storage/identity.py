@@ -9,23 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind
+from gangway.storage.mounts import TABLE, mount_of, parse
 from gangway.storage.opening import place_of
 
 HOME = "~/.gangway/runs"
-COPY = (
-    "{} is a copy of {}, which is still there: from here on it is a run of its own, and MLflow and W&B begin a new one, with all "
-    "that was recorded so far"
-)
+OWN = "from here on it is a run of its own, and MLflow and W&B begin a new one, with all that was recorded so far"
+COPY = f"{{}} is a copy of {{}}, which is still there: {OWN}"
+COPY_OF_MOVED = f"{{}} is a copy of what was at {{}}, and has gone from there: {OWN}"
 
 
 class _Document(TypedDict):
     id: str
     folder: str
     """Where the run was when somebody last asked for its identity."""
+    disk: NotRequired[list[int]]
+    """Which folder of which disk that was: a folder that is moved on its disk stays the same, and a copy is another one."""
 
 
 KIND = DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", without_format=False)
@@ -51,12 +53,35 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
         known, notes = None, (KIND.set_aside(path, error),)
     if known is None:
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}
-    elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
-        notes = (COPY.format(folder, known["folder"]),)
-        known = {"id": uuid.uuid4().hex[:16], "folder": ""}
+    elif known["folder"] != folder:
+        disk, before = _disk(folder), known.get("disk")
+        if _is_another(known["folder"], folder, known["id"]):
+            notes = (COPY.format(folder, known["folder"]),)
+        elif disk and before and disk[:-1] == before[:-1] and disk != before:
+            notes = (COPY_OF_MOVED.format(folder, known["folder"]),)
+        if notes:
+            known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     if known["folder"] != folder:
-        KIND.write(path, {"id": known["id"], "folder": folder})
+        disk = _disk(folder)
+        KIND.write(path, {"id": known["id"], "folder": folder, **({"disk": disk} if disk else {})})
     return Identity(known["id"], notes)
+
+
+def name_in_cluster(name: str, run_folder: str | os.PathLike[str], its_id: str) -> str:
+    """Returns the name of a run in a Ray cluster: two runs of one name in different storages may share one. Copies may have one
+    identity, where nobody can tell which of them is the copy: so the name has their folders in it."""
+    folder = os.fspath(run_folder) if documents.is_url(run_folder) else os.path.realpath(run_folder)
+    return f"{name}-{hashlib.sha256(f'{its_id} {folder}'.encode()).hexdigest()[:8]}"
+
+
+def _disk(folder: str) -> list[int] | None:
+    """Returns what distinguishes this folder from all others on its disk, last, after what distinguishes the disk; None for a
+    mounted bucket and the like, which number their folders anew."""
+    mount = mount_of(folder, [*parse(TABLE.read_text(errors="surrogateescape"))]) if TABLE.exists() else None
+    if mount is not None and mount.kind.startswith("fuse"):
+        return None
+    status = os.stat(folder)
+    return [os.statvfs(folder).f_fsid, status.st_dev, status.st_ino]
 
 
 def local_folder(run_folder: str | os.PathLike[str]) -> str:
@@ -85,10 +110,6 @@ def _of_bucket(url: str) -> Identity:
             known = mine
         KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
     return Identity(known["id"], notes)
-
-
-def _of_path(folder: str) -> str:
-    return hashlib.sha256(folder.encode()).hexdigest()[:16]
 
 
 def _is_another(before: str, folder: str, its_id: str) -> bool:

@@ -18,7 +18,7 @@ from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
 from cluster.gang.gang_like import AnyGang, GangsLike
 from gangway.stop_reason import StopReason
-from gangway.storage import documents
+from gangway.storage import documents, identity
 from gangway.wire import orders
 from gangway.wire.orders import Preparation, Start
 from orchestrator.config.job import JobConfig
@@ -232,8 +232,7 @@ class Driver:
         }
 
     def _name_in_cluster(self) -> str:
-        """Returns the run's name with a part of its identity: two runs of one name in different storages may share a cluster."""
-        return f"{self.config.training.name}-{self.launch.tracker.identity[:6]}"
+        return identity.name_in_cluster(self.config.training.name, self.launch.run_dir, self.launch.tracker.identity)
 
     def _preparation(self) -> Preparation:
         return {

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -130,7 +130,7 @@ def acquire(
         if seen.damaged:
             waiting(f"{seen.damaged.partition(';')[0]}; it is passed over: {ROW_KIND.cost}")
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
-        mine = _this_driver(max(driver_term, seen.term.driver_term) + 1, launch_id, times)
+        mine = _this_driver(max(driver_term, seen.term.driver_term + seen.unreadable) + 1, launch_id, times)
         found = partial(layout.without_row, place_of(run_dir))
         try:
             taken = row.take_over(asdict(mine), mine.driver_term - 1, seen=seen, found=found)
@@ -140,6 +140,7 @@ def acquire(
             LEASE_KIND.read(_lease_path(run_dir))
         except DamagedDocument as error:  # a folder in its place could not be written over
             waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
+        mine = replace(mine, driver_term=taken.term.driver_term)  # higher where a record has been damaged meanwhile
         return Lease(run_dir, mine, times, ttl_s, on_lost, row, taken.step)
 
 

@@ -377,6 +377,8 @@ def test_only_a_whole_gang_is_adopted(take, tmp_path):
     again = {"log_dir": str(tmp_path), "driver_term": 1, "module": MODULE}
     with pytest.raises(AdoptError, match="no agent has orders"):
         adopt(gang.config, "run", gang.record(), **again)
+    with pytest.raises(AdoptError, match="it is the gang of run, of which this run is a copy, or was moved"):
+        adopt(gang.config, "copy", gang.record(), **again)
     with pytest.raises(AdoptError, match="the configuration of the hosts is another one now"):
         adopt(HostsConfig(count=3), "run", gang.record(), **again)
     gang.driver_term = 1

@@ -184,7 +184,7 @@ def known_to_driver(folder: Path, told: list[str]) -> dict[str, Any]:
         for name in (
             "saved_path",
             "checkpoint_step",
-            "committed",
+            "committed_step",
             "generations",
             "drivers",
             "high_water_step",
@@ -328,7 +328,8 @@ def test_each_document_has_a_format_and_a_digest(whole):
 
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
-        if place.name == "metrics.jsonl" or place.parts[0] == "previews":
+        # Of the row the newest record is read: it repeats what those before it say.
+        if place.name in ("metrics.jsonl", "00000001.json") or place.parts[0] == "previews":
             continue
         restore(whole, copied)
         path = copied / place

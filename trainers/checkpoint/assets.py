@@ -102,7 +102,8 @@ def folder_of(checkpoint: Place) -> Path | None:
     copy (`model_files.here`). Raises StorageProblem of a bucket that does not answer."""
     is_in_run = checkpoint.store.is_local or checkpoint.key.count("/") > 1
     for folder in (checkpoint, *((checkpoint.parent.parent,) if is_in_run else ())):
-        if (folder / FOLDER / INDEX).exists():
+        index = folder / FOLDER / INDEX
+        if index.exists() or index.is_dir():  # a folder in its place is damage, which reading it shows
             return model_files.here(folder / FOLDER)
     return None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from gangway.storage import identity
 
 
@@ -28,6 +30,48 @@ def test_a_copy_is_a_run_of_its_own_and_says_so_once(tmp_path):
     assert f"{tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, which is still there" in copy.notes[0]
     assert identity.of(tmp_path / "copy") == (copy.id, ())
     assert identity.of(tmp_path / "run") == first
+
+
+def test_copies_of_a_run_that_is_moved_then_are_runs_of_their_own(tmp_path):
+    first = identity.of(made(tmp_path / "run"))
+    for name in ("copy", "copy-2"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    copies = [identity.of(tmp_path / name) for name in ("copy", "copy-2")]
+    assert len({first.id, *(copy.id for copy in copies)}) == 3
+    assert f"{tmp_path / 'copy'} is a copy of what was at {tmp_path / 'run'}, and has gone from there" in copies[0].notes[0]
+    assert identity.of(tmp_path / "moved") == first
+    assert [identity.of(tmp_path / name) for name in ("copy", "copy-2")] == [(copy.id, ()) for copy in copies]
+
+
+def test_so_is_a_copy_beside_its_original_in_storage_that_is_renamed(tmp_path):
+    (tmp_path / "storage").mkdir()
+    first = identity.of(made(tmp_path / "storage" / "run"))
+    shutil.copytree(tmp_path / "storage" / "run", tmp_path / "storage" / "copy")
+    (tmp_path / "storage").rename(tmp_path / "renamed")
+    assert identity.of(tmp_path / "renamed" / "copy").id != first.id
+    assert identity.of(tmp_path / "renamed" / "run") == first
+
+
+@pytest.mark.parametrize("disk", ["another", "of a mounted bucket"])
+def test_a_run_that_was_moved_to_another_disk_is_the_same(tmp_path, monkeypatch, disk):
+    if disk == "of a mounted bucket":
+        table = tmp_path / "mounts"
+        table.write_text(f"36 35 98:0 / {tmp_path} rw - fuse.sshfs server rw\n")
+        monkeypatch.setattr(identity, "TABLE", table)
+    first = identity.of(made(tmp_path / "run"))
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "run")
+    if disk == "another":
+        monkeypatch.setattr(identity, "_disk", lambda folder: [1, 2, 3])
+    assert identity.of(tmp_path / "moved") == first
+
+
+def test_gangs_of_copies_have_names_of_their_own(tmp_path):
+    names = {identity.name_in_cluster("mine", folder, "0123") for folder in (tmp_path / "run", tmp_path / "copy", "gs://b/run")}
+    assert len(names) == 3
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert identity.name_in_cluster("mine", tmp_path / "link" / "run", "0123") in names
 
 
 def test_another_run_at_the_old_place_makes_no_copy_of_one_that_was_moved(tmp_path):
