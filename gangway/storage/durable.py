@@ -111,14 +111,31 @@ def appending(path: str | os.PathLike[str], mode: int = 0o666, *, buffering: int
         raise
 
 
-def reading(path: str | os.PathLike[str]) -> BinaryIO:
+def reading(path: str | os.PathLike[str], *, follows_links: bool = True) -> BinaryIO:
     """Returns a file, open for reading. Never waits: a pipe in its place would never end. Raises OSError, IsADirectoryError for
     anything that is no file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW))
+    except OSError as error:
+        raise is_a_link(path) if error.errno == errno.ELOOP else error from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise IsADirectoryError(errno.EISDIR, "it is no file", os.fspath(path))
     return open(descriptor, "rb")
+
+
+def is_a_link(path: str | os.PathLike[str]) -> OSError:
+    """Returns the error for a link where nothing is reached through one."""
+    what = "it is a link, and nothing of a run is reached through one: put what it leads to in its place, or move it away"
+    return OSError(errno.ELOOP, what, os.fspath(path))
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Makes a folder of a run, if there is none, for files that are written by their paths. Raises OSError, also for a link to
+    one."""
+    if os.path.islink(path):
+        raise is_a_link(path)
+    os.makedirs(path, exist_ok=True)
 
 
 def is_in_the_way(path: str | os.PathLike[str]) -> bool:

@@ -1,6 +1,9 @@
 """A folder as the storage of a run: on a disk, or on a mount that can do less. Without JAX.
 
 An object is a file. It is written under another name, flushed and renamed, so that a power cut leaves the old one or the new one.
+
+The folder of a run may be shared, and whoever may write there may plant a link under a name that we use. So the store of a run
+reaches nothing through a link: it opens one folder in the other, from its own downwards, and works in the one that it has open.
 """
 
 from __future__ import annotations
@@ -35,93 +38,114 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 """How a file system says that there is no such object: below a file there is none either."""
 
 
+OPEN_FOLDERS = Path("/proc/self/fd")
+"""Where Linux has a name for each folder that this process has open: whatever is renamed meanwhile, it leads to that one."""
+
+
 class LocalStore(Store):
     is_local, tags_last = True, False
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: str | os.PathLike[str], *, follows_links: bool = True):
+        """`follows_links`: whether objects and folders in it may be links, as in a cache of models. Its own path may always have
+        some."""
         self.url = os.path.abspath(folder)
+        self._follows_links = follows_links
 
     def path(self, name: str, *, is_folder: bool = False) -> Path:
         """Returns the file of an object, or a folder of objects: for an empty name that of all."""
         return Path(self.url) if is_folder and not name else Path(self.url, checked_name(name))
 
+    @contextmanager
+    def _at(self, name: str, *, is_folder: bool = False, makes_folder: bool = False, may_lack: bool = False) -> Iterator[Path]:
+        """Yields the file of an object, or a folder of objects, by a path that leads there through no link. Errors within become
+        those of a store; with `may_lack` those of ABSENT stay what they are."""
+        where = self.path(name, is_folder=is_folder)
+        with _problems(where, may_lack=may_lack):
+            if self._follows_links or not OPEN_FOLDERS.is_dir():
+                if makes_folder:
+                    _make(where.parent)
+                yield where
+                return
+            parts = name.split("/") if name else []
+            opened = _open_folder(self.url, parts if is_folder else parts[:-1], makes_folder=makes_folder)
+            try:
+                yield OPEN_FOLDERS / str(opened) if is_folder else OPEN_FOLDERS / str(opened) / parts[-1]
+            finally:
+                os.close(opened)
+
     def get(self, name: str) -> bytes | None:
-        with _problems(self.path(name)), suppress(*ABSENT):
-            with durable.reading(self.path(name)) as file:
-                return file.read()
+        with (
+            suppress(*ABSENT),
+            self._at(name, may_lack=True) as path,
+            durable.reading(path, follows_links=self._follows_links) as file,
+        ):
+            return file.read()
         return None
 
     def get_part(self, name: str, start: int, stop: int) -> bytes | None:
-        with _problems(self.path(name)), suppress(*ABSENT):
-            with durable.reading(self.path(name)) as file:
-                file.seek(start)
-                return file.read(max(stop - start, 0))
+        with (
+            suppress(*ABSENT),
+            self._at(name, may_lack=True) as path,
+            durable.reading(path, follows_links=self._follows_links) as file,
+        ):
+            file.seek(start)
+            return file.read(max(stop - start, 0))
         return None
 
     def entry(self, name: str) -> Entry | None:
-        with _problems(self.path(name)), suppress(*ABSENT):
-            status = os.stat(self.path(name))
+        with suppress(*ABSENT), self._at(name, may_lack=True) as path:
+            status = os.stat(path, follow_symlinks=self._follows_links)
             # Of a folder nothing is to be had, though it is in the way of an object.
             return None if stat.S_ISDIR(status.st_mode) else _entry(name, status)
         return None
 
     def put(self, name: str, data: bytes, *, makes_folder: bool = True) -> None:
-        path = self.path(name)
-        with _problems(path):
-            if makes_folder:
-                _make(path.parent)
+        with self._at(name, makes_folder=makes_folder) as path:
             durable.write_shared(path, data, 0o666)
 
     def create(self, name: str, data: bytes) -> bool:
         """If the file system has no hard links, a reader may find the object empty or incomplete while it is written; it belongs
         to its writer all the same."""
-        path = self.path(name)
-        with _problems(path):
+        with self._at(name, makes_folder=True) as path:
             made = durable.again_if_deleted(lambda: _create(path, data))
             if made:
                 durable.sync_folder(path.parent)
             return made
 
     def list(self, prefix: str = "", after: str = "") -> Sequence[Entry]:
-        with _problems(self.path(prefix, is_folder=True)):
-            return sorted(_below(self.path(prefix, is_folder=True), f"{prefix}/" if prefix else "", after))
+        with suppress(*ABSENT), self._at(prefix, is_folder=True, may_lack=True) as folder:
+            return sorted(_below(folder, f"{prefix}/" if prefix else "", after, follows_links=self._follows_links))
+        return []
 
     def has_folder(self, prefix: str) -> bool:
-        with _problems(self.path(prefix, is_folder=True)), suppress(*ABSENT):
-            return stat.S_ISDIR(os.stat(self.path(prefix, is_folder=True)).st_mode)
+        with suppress(*ABSENT), self._at(prefix, is_folder=True, may_lack=True) as folder:
+            return stat.S_ISDIR(os.stat(folder).st_mode)
         return False
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        with _problems(self.path(prefix, is_folder=True)), suppress(*ABSENT):
-            with os.scandir(self.path(prefix, is_folder=True)) as found:
-                return sorted(one.name for one in found if one.is_dir(follow_symlinks=False))
+        with suppress(*ABSENT), self._at(prefix, is_folder=True, may_lack=True) as folder, os.scandir(folder) as found:
+            return sorted(one.name for one in found if one.is_dir(follow_symlinks=False))
         return []
 
     def delete(self, name: str) -> None:
-        with _problems(self.path(name)):
-            ours.delete(self.path(name), ours.LOOKED_AT)
+        with suppress(*ABSENT), self._at(name, may_lack=True) as path:
+            ours.delete(path, ours.LOOKED_AT)
 
     def delete_all(self, prefix: str) -> None:
-        path = self.path(prefix)
-        renamed = path.with_name(f"{path.name}.deleted-{uuid.uuid4().hex[:8]}")
-        with _problems(path), suppress(FileNotFoundError):
+        with suppress(*ABSENT), self._at(prefix, may_lack=True) as path:
+            renamed = path.with_name(f"{path.name}.deleted-{uuid.uuid4().hex[:8]}")
             # First: a half-deleted folder must not be taken for a whole one.
             os.rename(path, renamed)
             ours.delete(renamed, ours.ON_THE_WAY)
 
     def upload(self, name: str, path: Path) -> None:
-        target = self.path(name)
-        with open(path, "rb") as source, _problems(target):
-            _make(target.parent)
-            with durable.replaced(target) as file:
-                shutil.copyfileobj(source, file, 1 << 20)
+        with open(path, "rb") as source, self._at(name, makes_folder=True) as target, durable.replaced(target) as file:
+            shutil.copyfileobj(source, file, 1 << 20)
 
     def download(self, name: str, path: Path) -> None:
-        with _problems(self.path(name)):
-            try:
-                source = durable.reading(self.path(name))
-            except ABSENT:
-                source = None
+        source = None
+        with suppress(*ABSENT), self._at(name, may_lack=True) as found:
+            source = durable.reading(found, follows_links=self._follows_links)
         if source is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path(name)))
         with source, durable.whole(path) as file:
@@ -137,19 +161,22 @@ class LocalStore(Store):
 
     def make_folder(self, prefix: str, *, around: bool = False) -> None:
         folder = self.path(prefix, is_folder=True)
-        with _problems(folder):
-            if around:
+        if not prefix:
+            with _problems(folder):
                 _make(folder)
-            else:
-                folder.mkdir(exist_ok=True)
+            return
+        with self._at(prefix, makes_folder=around) as path:
+            path.mkdir(exist_ok=True)
+            if around:
+                durable.sync_folder(path.parent)
 
     def settle(self, prefix: str) -> None:
-        with _problems(self.path(prefix, is_folder=True)):
-            durable.sync_folder(self.path(prefix, is_folder=True))
+        with self._at(prefix, is_folder=True) as folder:
+            durable.sync_folder(folder)
 
     def delete_left(self, prefix: str) -> None:
-        with _problems(self.path(prefix, is_folder=True)):
-            durable.delete_left(self.path(prefix, is_folder=True))
+        with suppress(*ABSENT), self._at(prefix, is_folder=True, may_lack=True) as folder:
+            durable.delete_left(folder)
 
     def around(self) -> Store:
         return LocalStore(os.path.dirname(self.url))
@@ -158,16 +185,19 @@ class LocalStore(Store):
 def problem_of(error: OSError, where: str | os.PathLike[str]) -> StorageProblem:
     """Returns an error of the file system as one of the three kinds; `errno` and `strerror` are kept."""
     kind = StorageFull if error.errno in FULL else StorageRefused if error.errno in REFUSED else StorageUnavailable
-    return kind(error.errno or errno.EIO, error.strerror or str(error), error.filename or os.fspath(where))
+    filename = error.filename if error.filename and not str(error.filename).startswith(f"{OPEN_FOLDERS}/") else os.fspath(where)
+    return kind(error.errno or errno.EIO, error.strerror or str(error), filename)
 
 
 @contextmanager
-def _problems(where: Path) -> Iterator[None]:
+def _problems(where: Path, *, may_lack: bool = False) -> Iterator[None]:
     try:
         yield
     except (StorageProblem, ours.NotOursError):
         raise
     except OSError as error:
+        if may_lack and isinstance(error, ABSENT):
+            raise
         raise problem_of(error, where) from error
 
 
@@ -175,7 +205,29 @@ def _entry(name: str, status: os.stat_result) -> Entry:
     return Entry(name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime)
 
 
-def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:
+def _open_folder(root: str, names: Sequence[str], *, makes_folder: bool) -> int:
+    """Returns the descriptor of a folder that lies so deep in `root`, and is reached through no link. Raises OSError."""
+    if makes_folder and not os.path.isdir(root):
+        _make(Path(root))
+    opened, where = os.open(root, os.O_RDONLY | os.O_DIRECTORY), root
+    for name in names:
+        around, where = opened, os.path.join(where, name)
+        try:
+            if makes_folder:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=around)
+                    durable.sync(around)  # a power cut must not leave what is in it without its name
+            opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=around)
+        except NotADirectoryError as error:
+            if stat.S_ISLNK(os.lstat(name, dir_fd=around).st_mode):
+                raise durable.is_a_link(where) from error
+            raise
+        finally:
+            os.close(around)
+    return opened
+
+
+def _below(folder: Path, prefix: str, after: str, *, follows_links: bool) -> Iterator[Entry]:
     """Yields the objects of a folder and of those in it, with names greater than `after`; links to folders are not followed. What
     is deleted meanwhile is left out."""
     try:
@@ -186,11 +238,11 @@ def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:
     for one in inside:
         name = prefix + one.name
         if one.is_dir(follow_symlinks=False):
-            yield from _below(Path(one.path), f"{name}/", after)
+            yield from _below(Path(one.path), f"{name}/", after, follows_links=follows_links)
         elif name > after:  # first: the size of each file costs a request to a file server
             with suppress(FileNotFoundError):
-                if one.is_file():
-                    yield _entry(name, one.stat())
+                if one.is_file(follow_symlinks=follows_links):
+                    yield _entry(name, one.stat(follow_symlinks=follows_links))
 
 
 def _make(folder: Path) -> None:

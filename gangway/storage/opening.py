@@ -103,6 +103,14 @@ def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None)
     return Place(open_store(f"{parts.scheme}://{parts.bucket}", limits), parts.prefix)
 
 
+def place_of_run(run_folder: str | os.PathLike[str] | Place) -> Place:
+    """Returns the place of a run, for what is kept in it: of a folder, nothing in it is reached through a link, which whoever may
+    write there may have planted. Raises StorageRefused for a URL that cannot work."""
+    if isinstance(run_folder, Place) or is_url(run_folder):
+        return place_of(run_folder)
+    return Place(LocalStore(run_folder, follows_links=False))
+
+
 class _Clients(NamedTuple):
     single: Any
     bulk: Any

@@ -477,7 +477,7 @@ class Driver:
         folder = stacks_folder(self.launch.run_dir, number)
         if texts:
             self.launch.write_beside(f"the stacks of incident {number}", lambda: write_stacks(folder, texts))
-            incident.evidence["stacks"] = folder
+            incident.evidence["stacks"] = folder.url
 
     def _give_up(self, incident: Incident, reason: str) -> None:
         incident.action, incident.detail = Action.GIVE_UP, reason

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cluster.gang.calls import AgentGone, NoAnswer, gather
 from cluster.gang.gang_like import Asked
 from gangway.errors import CodeMissingError
-from gangway.storage import documents, durable, ours
-from gangway.storage.opening import place_of
+from gangway.storage import ours
+from gangway.storage.opening import place_of_run
 from gangway.storage.store import Place
 from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
@@ -125,13 +123,8 @@ def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]],
     )
 
 
-def _has_stacks_alone(path: Path) -> bool:
-    return path.is_dir() and all(re.fullmatch(r"host-\d{4,}\.txt", file.name) for file in path.iterdir())
-
-
-STACKS = ours.Mark("a folder of stacks alone", _has_stacks_alone)
-STACKS_IN_BUCKET = ours.Mark(
-    STACKS.what, lambda place: all(re.fullmatch(r"host-\d{4,}\.txt", entry.name) for entry in place.list())
+STACKS = ours.Mark(
+    "a folder of stacks alone", lambda place: all(re.fullmatch(r"host-\d{4,}\.txt", entry.name) for entry in place.list())
 )
 
 
@@ -150,34 +143,21 @@ def lost_hosts(generation: Generation) -> tuple[int, ...]:
     return tuple(host for host, how in generation.broken.items() if how == "agent")
 
 
-def stacks_folder(run_dir: str, number: int) -> str:
+def stacks_folder(run_dir: str, number: int) -> Place:
     """Returns the folder for the stacks of an incident."""
-    return documents.join(run_dir, "incidents", f"{number:04d}")
+    return place_of_run(run_dir) / "incidents" / f"{number:04d}"
 
 
-def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
+def write_stacks(folder: Place, texts: Mapping[int, str]) -> None:
     """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
-    if documents.is_url(folder):
-        _write_stacks_in_bucket(place_of(folder), texts)
-        return
-    os.makedirs(folder, exist_ok=True)
-    for host, text in texts.items():
-        durable.write(Path(folder, f"host-{host:04d}.txt"), text)
-    of_incidents = (path for path in Path(folder).parent.iterdir() if path.name.isdigit() and STACKS.is_on(path))
-    newest_first = sorted(of_incidents, reverse=True)
-    num_bytes = 0
-    for index, path in enumerate(newest_first):
-        num_bytes += sum(file.stat().st_size for file in path.iterdir())
-        if index >= KEPT_STACKS or (index and num_bytes > KEPT_STACKS_BYTES):
-            ours.delete(path, STACKS)
-
-
-def _write_stacks_in_bucket(folder: Place, texts: Mapping[int, str]) -> None:
     for host, text in texts.items():
         (folder / f"host-{host:04d}.txt").put(text.encode())
-    older = [number for number in folder.parent.folders() if number.isdigit()][:-KEPT_STACKS]
-    for number in older:
-        ours.delete_folder(folder.parent / number, STACKS_IN_BUCKET)
+    num_bytes, newest_first = 0, sorted(filter(str.isdigit, folder.parent.folders()), reverse=True)
+    for index, place in enumerate(folder.parent / number for number in newest_first):
+        if place.store.is_local:  # a bucket has room, and each look at it is paid for
+            num_bytes += sum(entry.size for entry in place.list())
+        if (index >= KEPT_STACKS or (index and num_bytes > KEPT_STACKS_BYTES)) and STACKS.is_on(place):
+            ours.delete_folder(place, STACKS)
 
 
 def final_error(failure: Failure, reason: str) -> str:

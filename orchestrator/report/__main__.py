@@ -48,7 +48,7 @@ def write(runs: Sequence[Where], out: Where, figures: Path | None = None) -> Non
     text = page.of_one(records[0]) if len(records) == 1 else page.of_several(records)
     documents.write_text(out, text)
     if figures is not None:
-        figures.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(figures)
         for name, picture in page.figures(records[0]).items():
             durable.write_shared(figures / f"{name}.png", picture, 0o666)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of, place_of_run
 from gangway.storage.row import FOLDER, OvertakenError, Record, Row
 from gangway.storage.row import KIND as ROW_KIND
 from orchestrator.run_state.processes import lives, started, this_machine
@@ -180,7 +180,7 @@ def check_free(run_dir: str, passed: Clock = time.monotonic) -> None:
 
 def row_of(run_dir: str) -> Row:
     """Returns the row of a run."""
-    return Row(place_of(run_dir) / FOLDER)
+    return Row(place_of_run(run_dir) / FOLDER)
 
 
 class Lease:

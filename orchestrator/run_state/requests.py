@@ -15,7 +15,7 @@ from typing import Literal
 
 from gangway.storage import documents, ours
 from gangway.storage.documents import DocumentKind
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of_run
 from gangway.storage.store import Place
 
 FOLDER = "requests"
@@ -41,19 +41,17 @@ KIND = DocumentKind("requests/KIND-ID.json", Request, "the driver does not do it
 def send(run_dir: str, kind: Kind, launch_id: str) -> str:
     """Writes a request to the driver of a launch; returns its path. Raises OSError or StorageError."""
     request = Request(kind=kind, launch_id=launch_id, by=_who(), at_s=time.time())
-    path = documents.join(run_dir, FOLDER, f"{kind}-{uuid.uuid4().hex[:12]}.json")
-    KIND.write(path, asdict(request))
-    return path
+    place = place_of_run(run_dir) / FOLDER / f"{kind}-{uuid.uuid4().hex[:12]}.json"
+    KIND.write(place, asdict(request))
+    return place.url
 
 
 def take(run_dir: str, launch_id: str) -> list[Request]:
     """Returns the requests to this launch, and deletes all that there are: those to an earlier launch came too late. A link that
     somebody has planted is none. Raises OSError."""
     found = []
-    folder = place_of(run_dir) / FOLDER
+    folder = place_of_run(run_dir) / FOLDER
     for name in sorted(entry.name for entry in folder.list() if "/" not in entry.name and MARK.is_on(folder / entry.name)):
-        if folder.store.is_local and (folder / name).path.is_symlink():
-            continue
         request = _read(folder / name)
         if request is not None and request.launch_id == launch_id:
             found.append(request)

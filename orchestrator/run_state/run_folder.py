@@ -6,12 +6,11 @@ import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gangway.storage import documents, durable, row
 from gangway.storage.documents import DocumentKind, set_aside
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of_run
 from gangway.storage.store import StorageRefused
 from orchestrator.run_state import lines, requests
 from orchestrator.run_state.requests import Request
@@ -31,11 +30,12 @@ class RunFolder:
 
     def __init__(self, path: str, driver_term: int = 0):
         self.path = path
+        self._place = place_of_run(path)
         self._parts = lines.part_names(driver_term)
 
     def read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Returns a document; None if there is none. Raises DamagedDocument or NewerDocument."""
-        return kind.read(documents.join(self.path, kind.name))
+        return kind.read(self._place / kind.name)
 
     def set_aside(self, kind: DocumentKind, why: Exception) -> str:
         """Gives a damaged document another name; returns a sentence about it."""
@@ -43,13 +43,13 @@ class RunFolder:
 
     def write(self, kind: DocumentKind, document: Mapping[str, Any], name: str | None = None) -> None:
         """Writes a document, by default under the name of its kind."""
-        kind.write(documents.join(self.path, name or kind.name), document)
+        kind.write(self._place / (name or kind.name), document)
 
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
-        if lines.is_in_parts(place_of(path)):
-            (place_of(path) / next(self._parts)).put(text.encode())
+        if lines.is_in_parts(self._place / name):
+            (self._place / name / next(self._parts)).put(text.encode())
             return
         if durable.is_in_the_way(path):
             set_aside(path)
@@ -70,7 +70,7 @@ class RunFolder:
     def last_lines(self, name: str) -> list[str]:
         """Returns the lines at the end of a file; none if there is no file."""
         try:
-            found = lines.newest(place_of(documents.join(self.path, name)), READ_BYTES)
+            found = lines.newest(self._place / name, READ_BYTES)
         except StorageRefused as error:
             if error.errno == errno.EISDIR:  # what lies there is no file: it is set aside when lines are appended
                 return []
@@ -80,7 +80,6 @@ class RunFolder:
     def delete_left(self) -> None:
         """Deletes the temporary files that killed processes have left. An object of a bucket has none. Raises nothing: one that
         cannot be deleted stays until the next time, and what else fails on such a storage is reported."""
-        if not documents.is_url(self.path):
-            for name in WRITTEN_IN:
-                with suppress(OSError):
-                    durable.delete_left(Path(self.path, name))
+        for name in WRITTEN_IN:
+            with suppress(OSError):
+                self._place.store.delete_left(documents.join(self._place.key, name) if name and self._place.key else name)

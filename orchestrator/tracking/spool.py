@@ -104,7 +104,7 @@ class Spool:
     """An append-only file of JSON lines. Lines that a full disk refuses are kept in memory and written with the next line."""
 
     def __init__(self, path: str):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        durable.make_folder(os.path.dirname(path))
         if durable.is_in_the_way(path):
             set_aside(path)
         # Unbuffered: what was appended is in the file even if this process is killed.

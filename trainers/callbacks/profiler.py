@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from gangway.storage import ours
+from gangway.storage import durable, ours
 from gangway.storage.documents import is_url
 from gangway.storage.opening import place_of
 from gangway.wire.events import Profile
@@ -113,7 +113,7 @@ class Profiler(Callback):
         try:
             if folder is None or is_url(folder):
                 self._trace = trace = replace(trace, work=tempfile.mkdtemp(prefix="profile-"))
-            os.makedirs(trace.work, exist_ok=True)  # before the start: once JAX could not write, it never traces again
+            durable.make_folder(trace.work)  # before the start: once JAX could not write, it never traces again
             jax.profiler.start_trace(trace.work)
         except Exception as error:  # a profile that fails must not end the run
             self._over(trace, f"it could not be started: {error}")

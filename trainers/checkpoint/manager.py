@@ -7,6 +7,7 @@ and digest of every file), which is written last.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gangway.errors import NonFiniteStateError
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of_run
 from gangway.storage.row import NO_DRIVER, WriterTerm
 from gangway.storage.store import Place
 from trainers import runtime
@@ -62,7 +63,8 @@ class CheckpointManager:
         self._storage_patience_s = storage_patience_s
         self._measured = MeasuredState(mesh, store, note)
         self._course = Course()
-        self._owner = Ownership(place_of(folder), term, ordered_step, note)
+        run, name = os.path.split(folder)
+        self._owner = Ownership(place_of_run(run) / name, term, ordered_step, note)
         self._tidier = Tidier(self._owner, self._course, retention, note)
         self._saver = StateSaver(self._owner, self._course, self._tidier, on_saved=on_saved, on_failed=on_failed)
         self._models = ModelSaver(self._owner, self._tidier, note)

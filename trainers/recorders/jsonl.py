@@ -37,7 +37,7 @@ class JsonLines:
 
     def __init__(self, about: About):
         path = about.output_folder() / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path.parent)
         self._path = path
         self._open()
 

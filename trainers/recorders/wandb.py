@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from gangway.published import Distribution
-from gangway.storage import identity
+from gangway.storage import durable, identity
 from trainers.recorders.recorder import About
 
 SERVICE = "wandb-core"
@@ -33,7 +33,7 @@ class WeightsAndBiases:
         atexit.register(end_service)
         # W&B would write to a temporary folder if this one did not exist.
         folder = about.output_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
         # A run that a program of the user has begun in this process goes on beside this one.
         settings = wandb.Settings(reinit="create_new")
         if "WANDB_CONSOLE" not in os.environ:

@@ -32,8 +32,9 @@ def test_the_line_in_the_users_code_is_shown_whatever_the_error(raised, before):
 
 def test_the_stacks_of_old_incidents_go_and_a_users_folder_beside_them_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(halt, "KEPT_STACKS", 1)
+    incidents = tmp_path / "incidents"
     for name, file in (("0001", "host-0000.txt"), ("0002", "thesis.tex"), ("0003", "host-0001.txt")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).touch()
-    halt.write_stacks(str(tmp_path / "0004"), {0: "stacks"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0002", "0004"]
+        (incidents / name).mkdir(parents=True)
+        (incidents / name / file).touch()
+    halt.write_stacks(halt.stacks_folder(str(tmp_path), 4), {0: "stacks"})
+    assert sorted(path.name for path in incidents.iterdir()) == ["0002", "0004"]
