@@ -13,8 +13,8 @@ from typing import Any
 
 from cluster.agent.child_process import child_env, import_path
 from gangway.storage import ours
-from gangway.storage.opening import place_of
 from gangway.surroundings import end_with_parent
+from trainers.checkpoint import layout
 
 EXPORTED = "model"
 WORK = ours.named("a model on its way to MLflow", rf"{EXPORTED}(\.(saving|replaced|deleted)-\w[\w-]*)?")
@@ -29,7 +29,7 @@ def register(client: Any, run_id: str, name: str, step: int, checkpoint: str, fo
     """Makes a version of the registered model `name` of a checkpoint of this run, and returns it, such as `models:/tiny/3`. A
     version that an earlier attempt has made is that version. `checkpoint` is a path or a URL; `folder`, on this machine, has
     room for the model. Raises RegistrationError, OSError, and what MLflow raises."""
-    if not place_of(checkpoint).is_dir():
+    if not layout.named(checkpoint).is_dir():
         raise FileNotFoundError(f"the model of step {step} is not registered as {name}: its checkpoint {checkpoint} is gone")
     if (version := _made_before(client, run_id, name, step)) is None:
         place = f"models/{step}"

@@ -30,8 +30,8 @@ def start(tmp_path, cluster, log, max_num_steps):
 def is_behind(run_dir):
     """Whether the list that Ray Train keeps in the run's folder names a checkpoint that newer ones have replaced."""
     listed = run_dir / "checkpoint_manager_snapshot.json"
-    named = set(re.findall(r"checkpoints/(\d+)", listed.read_text())) if listed.exists() else set()
-    return any(not (run_dir / "checkpoints" / step).exists() for step in named)
+    named = set(re.findall(r"checkpoints/([\w-]+)", listed.read_text())) if listed.exists() else set()
+    return any(not (run_dir / "checkpoints" / name).exists() for name in named)
 
 
 def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
+from tests.saved import saved
 from tests.strikes import Folder
 from tests.unit.documents import blocks
 
@@ -62,7 +63,7 @@ def test_ctrl_c_saves_and_the_result_says_so_and_a_mistake_in_a_thread_is_report
     program.write_text((ROOT / "tests" / "programs" / "launching.py").read_text())
     process = start(program)
     try:
-        wait_until(lambda: process.poll() is not None or (tmp_path / "runs/slow/checkpoints/5").exists())
+        wait_until(lambda: process.poll() is not None or saved(tmp_path / "runs" / "slow", 5).exists())
         process.send_signal(signal.SIGINT)
         status = process.wait(PATIENCE_S)
     finally:
