@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
+from gangway.storage.opening import place_of
 from orchestrator.faultlab.testbed.local_cluster import local_cluster
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
+from trainers.checkpoint import layout
 
 WINGS = ("orchestrator/driver", "orchestrator/run_state", "orchestrator/commands/launching.py")
 
@@ -53,7 +55,7 @@ def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):
 
     # Whoever believed the list of the dead cluster would look for a checkpoint that is gone.
     assert is_behind(tmp_path / "tiny")
-    newest = max(int(path.name) for path in (tmp_path / "tiny" / "checkpoints").iterdir() if path.name.isdigit())
+    newest = max(layout.steps(place_of(tmp_path / "tiny") / "checkpoints"))
     with local_cluster(None) as cluster, console.open("w") as log:
         cluster.add_machines()
         assert start(tmp_path, cluster, log, newest + 10).wait(PATIENCE_S) == 0, console.read_text()

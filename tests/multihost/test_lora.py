@@ -9,6 +9,7 @@ from tests import ROOT
 from tests.multihost import harness
 from tests.multihost.test_checkpoints import arguments
 from tests.multihost.test_init_from import waiting
+from tests.saved import saved
 from trainers.checkpoint import manifest
 from trainers.tasks.causal_lm import CausalLMTask
 
@@ -40,11 +41,11 @@ def trained(storage):
 def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits(tmp_path):
     whole = trained(tmp_path / "whole")
     slow = settings(tmp_path / "cut", task=f"{HERE}:Waits")
-    for saved in (False, True):
-        env = {"WAIT_AT": "5" if saved else "2"}
-        hosts = harness.start(slow, tmp_path / f"cut-{saved}", hosts=2, devices_per_host=1, env=env)
+    for has_saved in (False, True):
+        env = {"WAIT_AT": "5" if has_saved else "2"}
+        hosts = harness.start(slow, tmp_path / f"cut-{has_saved}", hosts=2, devices_per_host=1, env=env)
         for host in hosts:
-            host.wait_for("saved" if saved else "first_step")
+            host.wait_for("saved" if has_saved else "first_step")
         harness.kill(hosts)
     ended = trained(tmp_path / "cut")
     assert [event["step"] for event in ended[0].of("restored")] == [4]

@@ -6,15 +6,20 @@ is on the disk.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
-from orchestrator.faultlab.testbed.live_run import Run, step_of
+from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
+from orchestrator.run_state.lease import RENEW_EVERY_S, TTL_S
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 FULL_S = 15.0
 """How long the disk stays full. A run whose last save has failed tries again meanwhile."""
+SUPERSEDED_S = 180.0
+"""The most that a second command may need to take a run over, and the first one to end."""
 LAST_STRETCH_S = 600.0
 """The most that a run may need from its last fault but one to its end."""
 STOPPED_AT = re.compile(r"^stopped at (\d+); (?:saved at (\d+)|nothing is saved)", re.MULTILINE)
@@ -43,6 +48,28 @@ def fill_disk_at_end(testbed: Testbed, fault: Fault) -> Details:
     said_before = len(run.console())
     disk.fill()
     return {"before_last_save": before_last_save, "said_before": said_before, "until_s": time.time() + FULL_S}
+
+
+def supersede(testbed: Testbed, fault: Fault) -> Details:
+    """The driver sleeps until the same command, run once more, has taken the run over. Then it wakes up and would go on writing
+    where it was."""
+    run = testbed.run
+    asleep, command = run.driver(), run.process
+    run.tree()  # what is below the first command: nobody could find it any more
+    os.kill(asleep.pid, signal.SIGSTOP)
+    try:
+        time.sleep(TTL_S + RENEW_EVERY_S)  # until then the run is in use
+        run.start()
+        if not run.wait(lambda: run.driver().pid != asleep.pid, "another driver", SUPERSEDED_S):
+            raise RunError(f"the command that was to take the run over has ended; see {run.output}")
+    finally:
+        os.kill(asleep.pid, signal.SIGCONT)
+    return {"pid": asleep.pid, "status": command.wait(SUPERSEDED_S)}
+
+
+def was_refused(testbed: Testbed, injection: Injection) -> None:
+    if injection.details["status"] != EXIT_FAILED:
+        injection.problem = f"the driver that was superseded ended with status {injection.details['status']}"
 
 
 def never(testbed: Testbed, injection: Injection) -> bool:

@@ -162,6 +162,22 @@ KINDS: Mapping[str, Kind] = {
         heal=injectors.bring_checkpoints_back,
         needs="fresh folder",
     ),
+    "planted_link": Kind(
+        "links to a folder elsewhere lie where the run writes, and a process is killed",
+        injectors.plant_links,
+        named=CRASH,
+        names_host=True,
+        until=injectors.time_is_up,
+        heal=injectors.take_links_away,
+        needs="folder",
+    ),
+    "superseded_pen": Kind(
+        "the driver sleeps, the command is run again and takes the run over, and the driver goes on",
+        around_command.supersede,
+        must_show=False,
+        heal=around_command.was_refused,
+        overrides=LEASE,
+    ),
     "disk_full": Kind(
         "the run's storage is full",
         injectors.fill_disk,

@@ -32,6 +32,9 @@ SHORT_PAUSE_S, LONG_PAUSE_S = 23.0, LEASE_S + 8.0
 STORAGE_HANGS_S = 25.0
 """Longer than the driver waits for a silent agent, or for an answer of one."""
 NOTICE_S = 60
+PLANTED = ("previews", "incidents", "figures", "requests")
+THEIRS = ("stop-000000000000.json", "0001/host-0000.txt", "loss.png", "thesis.tex")
+PLANTED_S = 8.0
 CHECKPOINTS, CHECKPOINTS_AWAY = "checkpoints", "checkpoints-away"
 ORDER_TIMEOUT_S = 60.0
 
@@ -267,6 +270,28 @@ def bring_checkpoints_back(testbed: Testbed, injection: Injection) -> None:
         injection.details["written_meanwhile"] = sorted(path.name for path in folder.iterdir())
         folder.rename(folder.with_name(f"{CHECKPOINTS}-meanwhile-{injection.incidents_before}"))
     folder.with_name(CHECKPOINTS_AWAY).rename(folder)
+
+
+def plant_links(testbed: Testbed, fault: Fault) -> Details:
+    """Under names that the run writes to, to a folder of somebody's, in which such names are too. Then a process is killed, and
+    there is something to write."""
+    folder, theirs = on_disk(testbed.run), testbed.run.orders / "theirs"
+    for name in THEIRS:
+        (theirs / name).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / name).write_text("precious")
+    planted = [name for name in PLANTED if not os.path.lexists(folder / name)]
+    for name in planted:
+        (folder / name).symlink_to(theirs.absolute())
+    return {**kill_process(testbed, fault), "planted": planted, "until_s": time.time() + PLANTED_S}
+
+
+def take_links_away(testbed: Testbed, injection: Injection) -> None:
+    folder, theirs = on_disk(testbed.run), testbed.run.orders / "theirs"
+    for name in injection.details["planted"]:
+        (folder / name).rename(testbed.run.orders / f"{name}-{injection.incidents_before}")
+    found = {str(path.relative_to(theirs)): path.read_text() for path in theirs.rglob("*") if path.is_file()}
+    if found != dict.fromkeys(THEIRS, "precious"):
+        injection.problem = f"written through a link: there is {', '.join(sorted(found))}"
 
 
 def time_is_up(testbed: Testbed, injection: Injection) -> bool:

@@ -114,7 +114,7 @@ def test_what_no_run_may_leave_in_a_bucket_is_named(bucket, saved):
 def test_kinds_that_need_a_disk_are_refused_by_name_and_no_others():
     config = load(TINY, ["storage=gs://bucket/runs"])
     refused = {kind: why for kind in KINDS if (why := chaos.why_no_such_storage(KINDS[kind].needs.split(), config))}
-    assert sorted(refused) == ["disk_full", "disk_full_at_end", "storage_hang", "storage_hang_kill", "vanish"]
+    assert sorted(refused) == ["disk_full", "disk_full_at_end", "planted_link", "storage_hang", "storage_hang_kill", "vanish"]
     assert refused["vanish"] == "it needs a folder that can be renamed, and the storage is a bucket; set storage=PATH"
     assert refused["disk_full"] == "it needs a disk of its own, and the storage is a bucket; set storage=PATH"
 

@@ -316,7 +316,7 @@ def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, mo
     def late(path, out, *, replace):
         assert trained.wait(PATIENCE_S)
         export_now(path, out, replace=replace)
-        exported.append(Path(path).name)
+        exported.append(Path(path).name.partition("-")[0])
 
     class Last(Callback):
         def on_train_end(self, state, **kwargs):
@@ -327,7 +327,7 @@ def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, mo
     made = trainer(tmp_path, Last(), HuggingFaceExport(str(tmp_path / "hf"), every_steps=2), **settings)
     made.train()
     assert (exported, of(events, "note")) == (["2", "4", "6", "8"], [])
-    assert sorted(path.name for path in (run_folder(made) / "checkpoints").iterdir() if path.is_dir()) == ["8"]
+    assert [path.name.partition("-")[0] for path in (run_folder(made) / "checkpoints").iterdir()] == ["8"]
 
 
 def test_an_export_that_fails_is_reported_and_ends_nothing(tmp_path, events):

@@ -1,5 +1,6 @@
 """The schedule and the score of `chaos`."""
 
+import os
 import pickle
 import random
 import shlex
@@ -470,6 +471,21 @@ class Disk:
 
     def thaw(self):
         self.frozen = False
+
+
+@pytest.mark.parametrize("written", [None, "0001/host-0000.txt", "new"])
+def test_what_is_written_through_a_planted_link_is_seen(tmp_path, monkeypatch, written):
+    (tmp_path / "run" / "incidents").mkdir(parents=True)
+    run = SimpleNamespace(run_dir=place_of(tmp_path / "run"), orders=tmp_path / "faults")
+    monkeypatch.setattr(injectors, "kill_process", lambda testbed, fault: {"pid": 1})
+    details = injectors.plant_links(injectors.Testbed(run), Fault("planted_link", 0, 0.0, 0))
+    assert details["planted"] == ["previews", "figures", "requests"]  # what was there stays what it is
+    if written is not None:
+        (tmp_path / "run" / "previews" / written).write_text("ours")
+    made = Injection("planted_link", 0, 0.0, 0.0, details, 0)
+    injectors.take_links_away(injectors.Testbed(run), made)
+    assert (made.problem is None) == (written is None)
+    assert os.listdir(tmp_path / "run") == ["incidents"]
 
 
 @pytest.mark.parametrize(("taken", "problem"), [({}, None), (None, "no step was taken while the storage hung")])
