@@ -397,8 +397,9 @@ class Gang:
             self._adopt(record, check_stop)
 
     def _adopt(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
-        if record["run_name"] != self.run_name:
-            raise AdoptError(f"it is the gang of {record['run_name']}, of which this run is a copy, or was moved")
+        if (name := record.get("run_name")) != self.run_name:
+            whose = f"of {name}, of which this run is a copy, or was moved" if name else "of an older version of gangway"
+            raise AdoptError(f"it is the gang {whose}")
         if record["hosts"] != dataclasses.asdict(self.config):
             raise AdoptError("the configuration of the hosts is another one now")
         self._bundles.recall(record)

@@ -19,7 +19,7 @@ from gangway.storage.opening import place_of
 HOME = "~/.gangway/runs"
 OWN = "from here on it is a run of its own, and MLflow and W&B begin a new one, with all that was recorded so far"
 COPY = f"{{}} is a copy of {{}}, which is still there: {OWN}"
-COPY_OF_MOVED = f"{{}} is a copy of what was at {{}}, and has gone from there: {OWN}"
+COPY_OF_MOVED = f"{{}} is a copy of a run that was at {{}} and has gone from there: {OWN}"
 
 
 class _Document(TypedDict):

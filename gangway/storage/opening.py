@@ -106,7 +106,7 @@ def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None)
 def place_of_run(run_folder: str | os.PathLike[str] | Place) -> Place:
     """Returns the place of a run, for what is kept in it: of a folder, nothing in it is reached through a link, which whoever may
     write there may have planted. Raises StorageRefused for a URL that cannot work."""
-    if isinstance(run_folder, Place) or is_url(run_folder):
+    if not isinstance(run_folder, str | os.PathLike) or is_url(run_folder):
         return place_of(run_folder)
     return Place(LocalStore(run_folder, follows_links=False))
 

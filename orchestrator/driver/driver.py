@@ -18,7 +18,7 @@ from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
 from cluster.gang.gang_like import AnyGang, GangsLike
 from gangway.stop_reason import StopReason
-from gangway.storage import documents, identity
+from gangway.storage import documents
 from gangway.wire import orders
 from gangway.wire.orders import Preparation, Start
 from orchestrator.config.job import JobConfig
@@ -156,7 +156,7 @@ class Driver:
         try:
             gang = self.gangs.adopt(
                 self.config.hosts,
-                self._name_in_cluster(),
+                self.launch.name_in_cluster(self.config.training.name),
                 record["gang"],
                 check_stop=self._check_lease,  # not a stop request: the adopted gang has to save first
                 **self._agent_options(),
@@ -201,7 +201,7 @@ class Driver:
 
     def _first_generation(self) -> Generation:
         self.events.enter(DriverState.RESERVING)
-        name = self._name_in_cluster()
+        name = self.launch.name_in_cluster(self.config.training.name)
         # First: what an earlier driver left holds machines that this gang needs.
         self.gangs.clear(name, check_stop=self._check_lease)
         check_stop = partial(self._check_stop, "machines are being reserved")
@@ -230,9 +230,6 @@ class Driver:
             "driver_term": self.launch.lease.driver_term,
             "lease_s": self.config.driver.agent_lease_s,
         }
-
-    def _name_in_cluster(self) -> str:
-        return identity.name_in_cluster(self.config.training.name, self.launch.run_dir, self.launch.tracker.identity)
 
     def _preparation(self) -> Preparation:
         return {
@@ -474,8 +471,8 @@ class Driver:
 
     def _keep_stacks(self, incident: Incident, texts: Mapping[int, str]) -> None:
         number = self.launch.progress.num_incidents
-        folder = stacks_folder(self.launch.run_dir, number)
         if texts:
+            folder = stacks_folder(self.launch.run_dir, number)
             self.launch.write_beside(f"the stacks of incident {number}", lambda: write_stacks(folder, texts))
             incident.evidence["stacks"] = folder.url
 

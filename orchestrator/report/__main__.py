@@ -13,6 +13,7 @@ from pathlib import Path
 from gangway.program import Parser
 from gangway.storage import documents, durable
 from gangway.storage.documents import Where
+from gangway.storage.opening import place_of
 from gangway.terminal import command
 from orchestrator.config.locate import REFUSALS, RUN_HELP, in_one_line, run_of
 from orchestrator.report.child import NAME
@@ -48,7 +49,9 @@ def write(runs: Sequence[Where], out: Where, figures: Path | None = None) -> Non
     text = page.of_one(records[0]) if len(records) == 1 else page.of_several(records)
     documents.write_text(out, text)
     if figures is not None:
-        durable.make_folder(figures)
+        if figures.absolute().parent == Path(place_of(runs[0]).url):
+            durable.make_folder(figures)
+        figures.mkdir(parents=True, exist_ok=True)
         for name, picture in page.figures(records[0]).items():
             durable.write_shared(figures / f"{name}.png", picture, 0o666)
 

@@ -277,6 +277,10 @@ class Launch:
         if not documents.exists(path):
             self._gone = path
 
+    def name_in_cluster(self, name: str) -> str:
+        """Returns the name of this run in a Ray cluster, which no other run has."""
+        return identity.name_in_cluster(name, self.run_dir, self.tracker.identity)
+
     def flush(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` until all is stored; returns whether it is."""
         return self._writer.flush(timeout_s)

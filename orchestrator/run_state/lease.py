@@ -119,7 +119,8 @@ def acquire(
     waiting: Callable[[str], None] = lambda message: None,
     above_term: int = 0,
 ) -> Lease:
-    """Takes the run. Raises RunInUse while another launch drives it. A driver of the same launch is replaced at once.
+    """Takes the run. Raises RunInUse while another launch drives it, and if any other driver comes in the same moment. A driver
+    of the same launch is replaced at once.
 
     `on_lost` is called once, from the renewing thread, when there is a newer driver. `waiting` is called if it takes time to find
     out whether a driver on another machine lives. The new term is higher than `above_term`, whatever is left in the storage.
@@ -141,7 +142,10 @@ def acquire(
         except DamagedDocument as error:  # a folder in its place could not be written over
             waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
         mine = replace(mine, driver_term=taken.term.driver_term)  # higher where a record has been damaged meanwhile
-        return Lease(run_dir, mine, times, ttl_s, on_lost, row, taken.step)
+        try:
+            return Lease(run_dir, mine, times, ttl_s, on_lost, row, taken.step)
+        except LeaseLost as error:
+            raise RunInUse(f"run '{_name(run_dir)}' is in use: another driver has taken it in the same moment") from error
 
 
 def wait_until_free(

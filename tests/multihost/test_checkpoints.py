@@ -197,8 +197,12 @@ class UnmountedOnHost1(ShardedTableTask):
         from trainers.checkpoint import manager
 
         super().__init__(arguments)
-        real = manager.place_of
-        manager.place_of = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
+        real = manager.Ownership
+
+        def unmounted(folder, *about):
+            return real(folder.with_name(f"{folder.name}-empty") if jax.process_index() == 1 else folder, *about)
+
+        manager.Ownership = unmounted
 
 
 class UnreadableOnHost1(ShardedTableTask):

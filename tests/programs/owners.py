@@ -96,7 +96,7 @@ def _drive(driver: Driver, run_dir: str, tell: Told) -> None:
     import jax
     import jax.numpy as jnp
 
-    from orchestrator.run_state.lease import LeaseLost, acquire
+    from orchestrator.run_state.lease import RunInUse, acquire
     from tests.programs import checkpointing
     from trainers.step.state import TrainState
 
@@ -112,7 +112,7 @@ def _drive(driver: Driver, run_dir: str, tell: Told) -> None:
     writes = _disturb(driver, chance, disk)
     try:
         lease = acquire(run_dir, "the launch")
-    except LeaseLost:
+    except RunInUse:
         tell("lost")  # to another one that came in the same moment
         return
     tell("took over", term=[lease.driver_term, 0])

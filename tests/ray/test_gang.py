@@ -379,6 +379,8 @@ def test_only_a_whole_gang_is_adopted(take, tmp_path):
         adopt(gang.config, "run", gang.record(), **again)
     with pytest.raises(AdoptError, match="it is the gang of run, of which this run is a copy, or was moved"):
         adopt(gang.config, "copy", gang.record(), **again)
+    with pytest.raises(AdoptError, match="it is the gang of an older version of gangway"):
+        adopt(gang.config, "run", {key: value for key, value in gang.record().items() if key != "run_name"}, **again)
     with pytest.raises(AdoptError, match="the configuration of the hosts is another one now"):
         adopt(HostsConfig(count=3), "run", gang.record(), **again)
     gang.driver_term = 1

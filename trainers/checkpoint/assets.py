@@ -138,13 +138,13 @@ def copy_into(folder: Path, checkpoint: Place) -> None:
     the other files. Raises what `read` raises, or OSError."""
     if (kept := _found(checkpoint)) is None:
         return
-    for name, asset in _read(kept).items():
-        if isinstance(asset, Path):
+    for name in _read(kept):
+        if (kept / name).is_dir():
             # Several objects may bring files: all go to the same folder.
-            for file in _names(asset):
+            for file in _names(kept / name):
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 # Not `copytree`: the export has the permissions that new files have, not those of the run's folder.
-                shutil.copyfile(asset / file, folder / file)
+                shutil.copyfile(kept / name / file, folder / file)
         else:
             shutil.copyfile(kept / name, folder / name)
 

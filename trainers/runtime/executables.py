@@ -340,14 +340,15 @@ class Program:
 
     def load_ahead(self, *args: Any) -> None:
         """Optional, before `prepare`: loads a kept executable in the background."""
-        self.store.load_ahead(self.name, self._with_shapes(args), self.code)
+        self.store.load_ahead(self.name, (*args, *(self.bound.shapes if self.bound else ())), self.code)
 
     def prepare(self, *args: Any) -> None:
         self.compile(args)
 
     def compile(self, args: tuple[Any, ...], keep: Callable[[jax.stages.Compiled], bool] = lambda compiled: True) -> None:
         """Does what `prepare` does. `keep`: as of `ProgramStore.get`."""
-        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args), keep, self.code)
+        shapes = (*args, *(self.bound.shapes if self.bound else ()))
+        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, shapes, keep, self.code)
         self.shapes = _shapes(args)
 
     def __call__(self, *args: Any) -> Any:
@@ -364,9 +365,6 @@ class Program:
             with runtime.current().within("compile"):  # otherwise the watchdog would take it for a step that hangs
                 self.prepare(*args)
             return self._run(args)
-
-    def _with_shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if self.bound is None else (*args, *self.bound.shapes)
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         assert self.compiled is not None

@@ -208,7 +208,7 @@ def logical_axes(template: Any, rules: Mapping[str, str | None] = MappingProxyTy
 
     def names(path: Any, variable: Any) -> tuple[str | None, ...]:
         # A module may also hold plain arrays.
-        metadata = variable.get_metadata() if _is_variable(variable) else {}
+        metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
         axes = metadata.get("logical_axes", (None,) * variable.ndim)
         if CREATED in metadata and len(axes) == len(dimensions := dimensions_as_created(variable)):
             # They may have been named inside `nnx.vmap`, which has stacked the variable then.
@@ -223,11 +223,7 @@ def logical_axes(template: Any, rules: Mapping[str, str | None] = MappingProxyTy
 
     # A variable is a leaf here: the arrays inside it no longer have its metadata.
     tree = nnx.to_pure_dict(template, extract_fn=lambda variable: variable)
-    return jax.tree_util.tree_map_with_path(names, tree, is_leaf=_is_variable)
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+    return jax.tree_util.tree_map_with_path(names, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def num_parameters(shapes: Any) -> int:

@@ -39,7 +39,7 @@ def test_copies_of_a_run_that_is_moved_then_are_runs_of_their_own(tmp_path):
     (tmp_path / "run").rename(tmp_path / "moved")
     copies = [identity.of(tmp_path / name) for name in ("copy", "copy-2")]
     assert len({first.id, *(copy.id for copy in copies)}) == 3
-    assert f"{tmp_path / 'copy'} is a copy of what was at {tmp_path / 'run'}, and has gone from there" in copies[0].notes[0]
+    assert f"{tmp_path / 'copy'} is a copy of a run that was at {tmp_path / 'run'} and has gone from there" in copies[0].notes[0]
     assert identity.of(tmp_path / "moved") == first
     assert [identity.of(tmp_path / name) for name in ("copy", "copy-2")] == [(copy.id, ()) for copy in copies]
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from gangway.storage import documents
+from gangway.storage.row import Row
 from orchestrator.run_state import lease
 from orchestrator.run_state.lease import LeaseLost, RunInUse, Time, acquire, holder_of
 from tests.programs.processes import PATIENCE_S
@@ -225,6 +226,22 @@ def test_where_nobody_can_tell_of_a_successor_the_lease_is_not_renewed(tmp_path,
     (tmp_path / "away").rename(tmp_path / "row")
     held.renew()
     held.release()
+
+
+def test_a_driver_that_loses_the_run_as_it_takes_it_says_so(tmp_path, clock, monkeypatch):
+    take_over, others = Row.take_over, []
+
+    def slow(row, *arguments, **how):
+        monkeypatch.setattr(Row, "take_over", take_over)
+        taken = take_over(row, *arguments, **how)
+        others.append(acquire(str(tmp_path), "a", clock.times))
+        return taken
+
+    monkeypatch.setattr(Row, "take_over", slow)
+    with pytest.raises(RunInUse, match="is in use: another driver has taken it in the same moment"):
+        acquire(str(tmp_path), "a", clock.times)
+    assert others[0].valid()
+    others[0].release()
 
 
 def test_the_renewing_thread_tells_of_a_successor_once(tmp_path, clock, monkeypatch):
