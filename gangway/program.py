@@ -1,16 +1,25 @@
-"""The name by which a person has called a command, and its help."""
+"""A command of a person: the name by which it was called, its help, and how it ends."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec
 
+from gangway.surroundings import ensure_home
+from gangway.terminal import streams
+
+Given = ParamSpec("Given")
 GANGWAY = "gangway"
+PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
+EXIT_FINE, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -18,6 +27,60 @@ def program(module: str) -> str:
     """Returns how the running command was called, for its usage: `gangway run`, or `python -m orchestrator.run`."""
     # `orchestrator.gangway` sets it before it calls the command.
     return sys.argv[0] if sys.argv[0].startswith(f"{GANGWAY} ") else f"python -m {module}"
+
+
+def command(
+    *refusals: type[Exception], interrupted: str = "interrupted"
+) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
+    """Makes a function the `main` of a command, whose exit status it returns. The command may write to its standard streams,
+    whatever becomes of them, also the text of `--help`. An error of `refusals`, about which its user can do something, ends it
+    with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; Ctrl-C with the line `interrupted` and
+    EXIT_INTERRUPTED."""
+
+    def decorated(main: Callable[Given, int]) -> Callable[Given, int]:
+        @functools.wraps(main)
+        def guarded(*args: Given.args, **named: Given.kwargs) -> int:
+            with streams():
+                if home := ensure_home(os.environ):
+                    print(f"this user has no home folder: {home} is taken for one", file=sys.stderr)
+                if (problem := hidden(Path(sys.path[0]))) is not None:
+                    print(f"error: {problem}", file=sys.stderr)
+                    return EXIT_REFUSED
+                try:
+                    return main(*args, **named)
+                except refusals as error:
+                    from gangway.config.masking import masked  # the first line needs no package of ours
+
+                    print(f"error: {masked(str(error))}", file=sys.stderr)
+                    return EXIT_REFUSED
+                except KeyboardInterrupt:
+                    print(interrupted, file=sys.stderr)
+                    return EXIT_INTERRUPTED
+
+        return guarded
+
+    return decorated
+
+
+def hidden(here: Path) -> str | None:
+    """Returns why gangway cannot run where the modules of this folder are imported first: they have the names of its packages."""
+    if has_source(here) or here.resolve() == Path(__file__).resolve().parents[1]:
+        return None
+    # A folder without `__init__.py` hides nothing.
+    paths = (path for name in PACKAGES for path in (here / f"{name}.py", here / name / "__init__.py") if path.is_file())
+    if (path := next(paths, None)) is None:
+        return None
+    name = path.stem if path.parent == here else path.parent.name
+    return (
+        f"{path} hides the package {name!r} of gangway: modules of the working folder are imported first, in every process; "
+        "rename it, or start in another folder"
+    )
+
+
+def has_source(here: Path) -> bool:
+    """Whether a folder has a source of gangway other than the one that runs."""
+    source = here / "gangway" / "program.py"
+    return source.is_file() and not source.samefile(__file__)
 
 
 class Parser(argparse.ArgumentParser):

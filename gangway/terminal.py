@@ -1,24 +1,19 @@
 """The one place that writes to a terminal, a pipe or a log of a command. Showing can never fail what is shown.
 
 A terminal is closed, the reader of a pipe goes away (`| head`), a disk fills under `> log`, or there is no standard output.
-Then a stream is *lost*: what is written to it from there on is dropped, and `lost` says why. `command` gives a command such
-streams. Needs nothing but the standard library.
+Then a stream is *lost*: what is written to it from there on is dropped, and `lost` says why. `streams` gives a command such
+ones. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ParamSpec, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
-from gangway.surroundings import ensure_home
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = 0, 1, 2
 
 
@@ -97,19 +92,6 @@ def shown(stream: TextIO | None, *, is_ours: bool = False, tries_again: bool = F
 def nobody_looks() -> bool:
     """Returns whether standard output is lost: the end of a command that only shows how something goes on."""
     return isinstance(sys.stdout, Shown) and sys.stdout.lost is not None
-
-
-def command(main: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Lets the `main` of a command write to its standard streams whatever becomes of them, also the text of `--help`."""
-
-    @functools.wraps(main)
-    def guarded(*args: Given.args, **named: Given.kwargs) -> Result:
-        with streams():
-            if home := ensure_home(os.environ):
-                print(f"this user has no home folder: {home} is taken for one", file=sys.stderr)
-            return main(*args, **named)
-
-    return guarded
 
 
 @contextmanager

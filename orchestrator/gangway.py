@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gangway.config.section import did_you_mean
-from gangway.program import GANGWAY
+from gangway.program import EXIT_FINE, EXIT_REFUSED, GANGWAY, command, has_source
 from gangway.surroundings import keep_freed_memory
-from gangway.terminal import command
 from orchestrator.shipped.files import configuration_named
-
-EXIT_FINE, EXIT_REFUSED = 0, 2
-PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
 
 
 class Command(NamedTuple):
@@ -78,7 +74,7 @@ def script() -> int:
     return main()
 
 
-@command
+@command()
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -88,11 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version())
         return EXIT_FINE
     name, *rest = words
-    here = None if sys.flags.safe_path else Path.cwd()  # the folder whose modules are imported first
-    if (problem := unknown(name) or (here and hidden(here))) is not None:
+    if (problem := unknown(name)) is not None:
         print(f"error: {problem}", file=sys.stderr)
         return EXIT_REFUSED
-    if here and has_source(here):
+    if not sys.flags.safe_path and has_source(Path.cwd()):
         # All processes of a run import the source of the working folder: this one must not be of another version.
         os.execv(sys.executable, [sys.executable, "-m", "orchestrator.gangway", *words])
     if name == "train":
@@ -129,27 +124,6 @@ def unknown(name: str) -> str | None:
         return f"{name!r} is no command; to train what it describes: {GANGWAY} run {name}"
     hint = did_you_mean(name, COMMANDS, prefix=f"{GANGWAY} ") or f"; expected one of {', '.join(COMMANDS)}"
     return f"there is no command {name!r}{hint}"
-
-
-def hidden(here: Path) -> str | None:
-    """Returns why gangway cannot run in this folder: modules of the folder have the names of its own packages."""
-    if has_source(here) or here == Path(__file__).resolve().parents[1]:
-        return None
-    # A folder without `__init__.py` hides nothing.
-    paths = (path for name in PACKAGES for path in (here / f"{name}.py", here / name / "__init__.py") if path.is_file())
-    if (path := next(paths, None)) is None:
-        return None
-    name = path.stem if path.parent == here else path.parent.name
-    return (
-        f"{path} hides the package {name!r} of gangway: modules of the working folder are imported first, in every process; "
-        "rename it, or start in another folder"
-    )
-
-
-def has_source(here: Path) -> bool:
-    """Whether a folder has a source of gangway other than the one that runs."""
-    source = here / "orchestrator" / "gangway.py"
-    return source.is_file() and not source.samefile(__file__)
 
 
 def call(name: str, rest: Sequence[str]) -> int:

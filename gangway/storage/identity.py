@@ -51,18 +51,19 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
         known = KIND.read(path)
     except DamagedDocument as error:
         known, notes = None, (KIND.set_aside(path, error),)
+    moved = known is None or known["folder"] != folder
+    disk = _disk(folder) if moved else None
     if known is None:
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}
-    elif known["folder"] != folder:
-        disk, before = _disk(folder), known.get("disk")
+    elif moved:
+        before = known.get("disk")
         if _is_another(known["folder"], folder, known["id"]):
             notes = (COPY.format(folder, known["folder"]),)
         elif disk and before and disk[:-1] == before[:-1] and disk != before:
             notes = (COPY_OF_MOVED.format(folder, known["folder"]),)
         if notes:
             known = {"id": uuid.uuid4().hex[:16], "folder": ""}
-    if known["folder"] != folder:
-        disk = _disk(folder)
+    if moved:
         KIND.write(path, {"id": known["id"], "folder": folder, **({"disk": disk} if disk else {})})
     return Identity(known["id"], notes)
 

@@ -103,12 +103,11 @@ def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None)
     return Place(open_store(f"{parts.scheme}://{parts.bucket}", limits), parts.prefix)
 
 
-def place_of_run(run_folder: str | os.PathLike[str] | Place) -> Place:
+def place_of_run(run_folder: str | os.PathLike[str] | Place, limits: Limits | None = None) -> Place:
     """Returns the place of a run, for what is kept in it: of a folder, nothing in it is reached through a link, which whoever may
-    write there may have planted. Raises StorageRefused for a URL that cannot work."""
-    if not isinstance(run_folder, str | os.PathLike) or is_url(run_folder):
-        return place_of(run_folder)
-    return Place(LocalStore(run_folder, follows_links=False))
+    write there may have planted. `limits` are as for `open_store`. Raises StorageRefused for a URL that cannot work."""
+    place = place_of(run_folder, limits)
+    return Place(LocalStore(place.url, follows_links=False)) if place.store.is_local else place
 
 
 class _Clients(NamedTuple):

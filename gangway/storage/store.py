@@ -22,6 +22,9 @@ _PART = re.compile(r"[^/\0]+")
 class StorageProblem(OSError):
     """The storage did not do what it was asked for: one of the three kinds below. `filename` is the URL or the path."""
 
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}" if self.filename else super().__str__()
+
 
 class StorageUnavailable(StorageProblem):
     """The storage does not answer, or not in time. The same call may work later; nothing is known of what is there."""

@@ -18,20 +18,18 @@ from rich.console import Console
 from rich.table import Table
 
 from gangway.first_line import say
+from gangway.program import EXIT_FINE, command
 from gangway.storage import documents, json_text
 from gangway.storage.documents import DamagedDocument
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
-from gangway.terminal import command
-from orchestrator.config.locate import REFUSALS, in_one_line, parser_of_run, run_of
+from orchestrator.config.locate import REFUSALS, parser_of_run, run_of
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
 from orchestrator.runs.copying import copy_run
 from trainers.checkpoint import layout, manifest
 
-EXIT_FINE = 0
 EXIT_DAMAGED = 1
-EXIT_REFUSED = 2
 STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
 
 
@@ -54,7 +52,7 @@ class Row:
     skipped_batches: list[int] = field(default_factory=list)
 
 
-@command
+@command(*REFUSALS, RunInUse)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.commands.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
     parser.add_argument(
@@ -75,17 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_intermixed_args(argv)
     say(f"reading the checkpoints of {arguments.run}", stream=sys.stderr)  # --verify may take long, and so may a storage
-    try:
-        run = run_of(arguments.run, arguments.overrides)
-        if arguments.copy_to:
-            return copy(run, arguments.copy_to)
-        folder = run / CHECKPOINTS
-        if arguments.accept_loss:
-            accept_loss(folder)
-        rows = list(inspect(folder, verify=arguments.verify))
-    except (*REFUSALS, RunInUse) as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    run = run_of(arguments.run, arguments.overrides)
+    if arguments.copy_to:
+        return copy(run, arguments.copy_to)
+    folder = run / CHECKPOINTS
+    if arguments.accept_loss:
+        accept_loss(folder)
+    rows = list(inspect(folder, verify=arguments.verify))
     if arguments.json:
         print(json_text.dumps([asdict(row) for row in rows], indent=1))
     else:

@@ -15,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gangway.config.yaml_source import ConfigError
 from gangway.first_line import say
-from gangway.program import Parser
-from gangway.terminal import command
+from gangway.program import Parser, command
 
-EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+EXIT_FITS, EXIT_FAILED = 0, 1
 
 
-@command
+@command(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("orchestrator.commands.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
@@ -31,15 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     say(f"compiling {options.config}: nothing is started", stream=sys.stderr)
     # After the first line: this imports much.
     from gangway.config.masking import masked
-    from orchestrator.config.job import ConfigError, load
+    from orchestrator.config.job import load
     from orchestrator.planning.child import PlanError
 
     try:
         config = load(options.config, options.overrides)
         print("\n".join(lines(config.training.name, facts(config))))
-    except ConfigError as error:
-        print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_REFUSED
     except PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED

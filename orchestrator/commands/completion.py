@@ -22,8 +22,7 @@ from typing import Any
 import shtab
 
 from gangway.config import near_keys
-from gangway.program import GANGWAY, Parser, parser, parser_of
-from gangway.terminal import command
+from gangway.program import GANGWAY, Parser, command, parser, parser_of
 from orchestrator.config.job import SECTIONS
 from orchestrator.gangway import COMMANDS
 from trainers import settings
@@ -36,7 +35,7 @@ COMPLETE = {"bash": KEYS, "zsh": KEYS, "fish": f"({KEYS})"}
 """What a shell calls for a setting: the function of `preamble`."""
 
 
-@command
+@command()
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("orchestrator.commands.completion", __doc__, example="bash > gangway.bash")
     options.add_argument("shell", choices=tuple(COMPLETE))

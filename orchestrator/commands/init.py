@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gangway.program import Parser
+from gangway.program import EXIT_FINE, Parser, command
 from gangway.storage import ours
-from gangway.terminal import command
 from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 NEXT = {
     False: ("gangway run config.yaml    # trains on two hosts: two processes of this machine", "pytest    # pip install pytest"),
     True: ("gangway run configs/tiny.yaml", "gangway run examples/callback.yaml"),
@@ -30,18 +28,14 @@ class InitError(Exception):
     """The folder cannot be written."""
 
 
-@command
+@command(InitError, FileNotFoundError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.commands.init", "Write a small project, which runs at once.", example="my-project")
     parser.add_argument("folder", metavar="DIR", help="a new or empty folder")
     parser.add_argument("--examples", action="store_true", help="write the configurations and examples of gangway instead")
     options = parser.parse_args(argv)
-    try:
-        files = examples() if options.examples else project()
-        write(Path(options.folder), files)
-    except (InitError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    files = examples() if options.examples else project()
+    write(Path(options.folder), files)
     print("\n".join(next_steps(options.folder, files, NEXT[options.examples])))
     return EXIT_FINE
 

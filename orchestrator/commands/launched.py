@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from gangway.config.masking import masked
+from gangway.program import command
 from gangway.storage import documents
-from gangway.terminal import command
 from orchestrator.commands.launching import Interrupted, run_job, why_no_outcome
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
@@ -24,8 +24,8 @@ from orchestrator.planning.child import PlanError
 from orchestrator.run_state.lease import RunInUse
 
 
-@command
-def main() -> None:
+@command()
+def main() -> int:
     # Also where the user's program ignores it, as what a shell runs in the background does: the end is asked for by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     message = json.loads(sys.stdin.readline())
@@ -33,6 +33,7 @@ def main() -> None:
     # Ray adds the folder of the program to the import path of its workers.
     sys.argv[0] = message["program"]
     documents.write_json(message["end"], end_of(message["configuration"]))
+    return 0
 
 
 def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
@@ -57,4 +58,4 @@ def stop_without_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gangway.first_line import say
-from gangway.program import Parser
-from gangway.terminal import command
+from gangway.program import EXIT_REFUSED, Parser, command
 
-EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+EXIT_FITS, EXIT_FAILED = 0, 1
 SAVE_BYTES_PER_S = 1e9
 """What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
 COPY_BYTES_PER_S = 5e9
@@ -31,7 +30,7 @@ SMALLER = (
 """What makes a step need less memory, tried in this order where it does not fit."""
 
 
-@command
+@command(ValueError)
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("orchestrator.plan", __doc__.split("\n\n")[1], example="config.yaml --on v5e-256 --price 1.2")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the first line: this imports much.
     from gangway.config.masking import masked
     from gangway.storage import json_text
-    from orchestrator.config.job import ConfigError, load
+    from orchestrator.config.job import load
     from orchestrator.planning import hardware, meshes
     from orchestrator.planning.child import PlanError
 
@@ -59,9 +58,6 @@ def main(argv: list[str] | None = None) -> int:
             found = meshes.compared(config, lambda changed: planned(changed, options, remedies=False))
         else:
             found = planned(config, options)
-    except (ConfigError, ValueError) as error:
-        print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_REFUSED
     except PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED

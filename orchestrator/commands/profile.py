@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gangway.first_line import say
+from gangway.program import EXIT_FINE, command
 from gangway.storage import documents
-from gangway.terminal import command
 from gangway.wire.answers import Profiled
 from gangway.wire.orders import Profile
-from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 
-EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
+EXIT_NOT_ALL = 1
 STEPS = 3
 TIMEOUT_S = 120.0
 CALL_GRACE_S = 15.0
@@ -30,7 +30,7 @@ Outcome = Profiled
 """The result of one host."""
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.commands.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
@@ -40,12 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: expected at least 1")
     say(f"looking for the run {options.run}", stream=sys.stderr)
-    try:
-        run = run_of(options.run, options.overrides)
-        outcomes = profile(run.url, options.steps, options.hosts, options.timeout)
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    run = run_of(options.run, options.overrides)
+    outcomes = profile(run.url, options.steps, options.hosts, options.timeout)
     for outcome in outcomes:
         print(f"host {outcome['host']}: {outcome['problem'] or outcome['path']}")
     if written := [outcome["path"] for outcome in outcomes if outcome["problem"] is None and outcome["path"]]:

@@ -13,11 +13,10 @@ import time
 from typing import NoReturn
 
 from gangway.first_line import say
-from gangway.program import Parser
-from gangway.terminal import command
+from gangway.program import Parser, command
 
 
-@command
+@command()
 def main(argv: list[str] | None = None) -> int:
     began_s = time.monotonic()
     arguments = parse(sys.argv[1:] if argv is None else argv)

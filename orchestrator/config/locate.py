@@ -8,9 +8,9 @@ from pathlib import Path
 from gangway.program import Parser
 from gangway.storage import documents
 from gangway.storage.object_store import Limits
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of_run
 from gangway.storage.row import FOLDER
-from gangway.storage.store import Place, StorageProblem
+from gangway.storage.store import Place
 from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.stored import CHECKPOINTS, STATE
 from trainers.checkpoint import copied
@@ -28,11 +28,6 @@ class NoRunError(Exception):
 
 REFUSALS = (ConfigError, NoRunError, documents.StorageError, OSError)
 """What a command that reads a run may raise: its user can do something about it."""
-
-
-def in_one_line(error: Exception) -> str:
-    """Returns what a refusal says, for people."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, StorageProblem) else str(error)
 
 
 def parser_of_run(module: str, about: str, *, example: str) -> Parser:
@@ -64,10 +59,10 @@ def run_of(run: str, overrides: Sequence[str] = ()) -> Place:
     """Returns where a run is: the one that has this folder, or that was started with this configuration. Raises NoRunError,
     ConfigError, or OSError of a storage that does not answer."""
     if documents.is_url(run) or Path(run).is_dir():
-        return _checked(place_of(run, LIMITS), run)
+        return _checked(place_of_run(run, LIMITS), run)
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
         raise NoRunError(f"there is no {run}: give a run's folder, its URL, or the YAML file it was started with")
-    place = place_of(load(run, overrides).run_dir, LIMITS)
+    place = place_of_run(load(run, overrides).run_dir, LIMITS)
     if not place.is_dir():
         raise NoRunError(f"{run} was not started yet with this storage and name: there is no {place}")
     return place

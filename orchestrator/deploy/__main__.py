@@ -11,35 +11,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gangway.program import Parser
-from gangway.terminal import command
-
-EXIT_FINE, EXIT_REFUSED = 0, 2
+from gangway.config.yaml_source import ConfigError
+from gangway.program import EXIT_FINE, Parser, command
 
 
-@command
+@command(ConfigError, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     # After the help: this imports much.
-    from orchestrator.config.job import ConfigError, load
+    from orchestrator.config.job import load
     from orchestrator.deploy import files
     from orchestrator.deploy.request import Request
 
-    try:
-        config = load(options.config, options.overrides)
-        request = Request(
-            options.to,
-            Path(options.out or f"deploy/{options.to}"),
-            options.image,
-            options.project,
-            options.zone,
-            options.machine,
-            options.spot,
-        )
-        written = files.write(config, request)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    config = load(options.config, options.overrides)
+    request = Request(
+        options.to,
+        Path(options.out or f"deploy/{options.to}"),
+        options.image,
+        options.project,
+        options.zone,
+        options.machine,
+        options.spot,
+    )
+    written = files.write(config, request)
     print(
         "\n".join(
             [

@@ -10,18 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gangway.program import Parser
+from gangway.program import EXIT_FINE, Parser, command
 from gangway.storage import documents, durable
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
-from gangway.terminal import command
-from orchestrator.config.locate import REFUSALS, RUN_HELP, in_one_line, run_of
+from orchestrator.config.locate import REFUSALS, RUN_HELP, run_of
 from orchestrator.report.child import NAME
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 
-
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.report", "A page about runs, in one file.", example="runs/spirals --figures pictures")
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
@@ -30,13 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.figures and len(options.runs) > 1:
         parser.error("--figures: expected one run")
-    try:
-        runs = [run_of(run) for run in options.runs]
-        out = options.out or ((runs[0] / NAME).url if len(runs) == 1 else NAME)
-        write(runs, out, Path(options.figures) if options.figures else None)
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    runs = [run_of(run) for run in options.runs]
+    out = options.out or ((runs[0] / NAME).url if len(runs) == 1 else NAME)
+    write(runs, out, Path(options.figures) if options.figures else None)
     print(out)
     return EXIT_FINE
 

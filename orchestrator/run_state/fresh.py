@@ -9,9 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gangway.storage import documents, ours
-from gangway.storage.opening import place_of
-from gangway.storage.row import FOLDER, Row
-from orchestrator.run_state.lease import LEASE
+from gangway.storage.row import FOLDER
+from orchestrator.run_state import lease
 
 
 def is_begun(run_dir: str) -> bool:
@@ -52,14 +51,14 @@ def moved_aside(run_dir: str, asked: bool, check_free: Callable[[str], None]) ->
 
 def _with_drivers(source: str, folder: str) -> list[Path]:
     """Makes the folder, with what says who has driven the run. Returns what was made, the innermost first."""
-    newest = Row(place_of(source) / FOLDER).newest()
+    newest = lease.row_of(source).newest()
     made = [Path(folder), Path(folder, FOLDER)]
     made[1].mkdir(parents=True)
-    Row(place_of(made[1])).copied(newest, newest.holder, None, {})
+    lease.row_of(folder).copied(newest, newest.holder, None, {})
     made += made[1].iterdir()
-    if (lease := Path(source, LEASE)).is_file():
-        made.append(Path(folder, LEASE))
-        shutil.copyfile(lease, made[-1])
+    if (document := Path(source, lease.LEASE)).is_file():
+        made.append(Path(folder, lease.LEASE))
+        shutil.copyfile(document, made[-1])
     return made[::-1]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
+from gangway.program import EXIT_FINE
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
-from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
+from orchestrator.config.locate import NoRunError, parser_of_run, run_of
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
 from orchestrator.runs.overview import ENDED, LIVE, Overview
 
-EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2
+EXIT_NOT_DONE = 1
 TIMEOUT_S = 300.0
 LOOK_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 0.5, 2.0
 
@@ -25,11 +25,7 @@ def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None)
     parser = parser_of_run(module, about, example="runs/spirals")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
     options = parser.parse_intermixed_args(argv)
-    try:
-        done, line = ask(run_of(options.run, options.overrides), kind, options.timeout)
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    done, line = ask(run_of(options.run, options.overrides), kind, options.timeout)
     print(line)
     return EXIT_FINE if done else EXIT_NOT_DONE
 

@@ -14,20 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gangway.program import Parser
+from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import SYSTEM, number
 from gangway.storage import documents, json_text
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
-from gangway.terminal import command
-from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, run_of
+from orchestrator.config.locate import REFUSALS, NoRunError, run_of
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
 from trainers.console.text import printable, seconds
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
 HIGHER_IS_BETTER = ("accuracy", "tokens_per_s", "samples_per_s", "goodput", "mfu")
 BEST = "* "
@@ -35,7 +33,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.compare", "Runs side by side.", example="runs/first runs/second")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")
@@ -43,13 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if len(options.runs) < 2:
         parser.error("expected at least two runs")
-    try:
-        folders = [run_of(run) for run in options.runs]
-        settings = differing([settings_of(folder) for folder in folders])
-        results = [results_of(overview.read(folder)) for folder in folders]
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    folders = [run_of(run) for run in options.runs]
+    settings = differing([settings_of(folder) for folder in folders])
+    results = [results_of(overview.read(folder)) for folder in folders]
     if options.json:
         print(json_text.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
         return EXIT_FINE
@@ -66,7 +60,7 @@ def settings_of(run: Where) -> dict[str, str]:
             if b'"params"' in line[:60]:
                 found = entry(line).get("params", found)
     except (OSError, documents.DamagedDocument) as error:
-        raise NoRunError(f"the settings of the run in {run} cannot be read: {in_one_line(error)}") from error
+        raise NoRunError(f"the settings of the run in {run} cannot be read: {error}") from error
     if found is None:
         raise NoRunError(f"the run in {run} has recorded no settings")
     return found

@@ -12,22 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gangway.config.section import did_you_mean
-from gangway.program import Parser
+from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import SYSTEM, number
 from gangway.storage import json_text
 from gangway.storage.documents import DamagedDocument, Where
 from gangway.storage.opening import place_of
-from gangway.terminal import command
-from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, in_one_line, run_of
+from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, run_of
 from orchestrator.run_state import lines
 from orchestrator.tracking.spool import entry
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 LOSS = "loss"
 Curves = dict[str, list[tuple[int, float]]]
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.history", "The course of a run's metrics.", example="runs/spirals loss eval_loss")
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
@@ -35,15 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="the names of all metrics")
     parser.add_argument("--json", action="store_true", help="for programs: [step, value] by the name of the metric")
     options = parser.parse_args(argv)
-    try:
-        found = read(run_of(options.run))
-        if options.list:
-            print("\n".join(sorted(found)))
-            return EXIT_FINE
-        chosen = {name: found[name] for name in named(options.metrics, found)}
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    found = read(run_of(options.run))
+    if options.list:
+        print("\n".join(sorted(found)))
+        return EXIT_FINE
+    chosen = {name: found[name] for name in named(options.metrics, found)}
     print(json_text.dumps(chosen) if options.json else "\n".join(chart(chosen)))
     return EXIT_FINE
 

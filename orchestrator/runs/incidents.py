@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gangway.program import EXIT_FINE, command
 from gangway.storage import json_text
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
-from gangway.terminal import command
-from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
@@ -25,22 +25,16 @@ from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 
-
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.", example="runs/spirals --number 1")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
-    try:
-        found = of_run(run_of(options.run, options.overrides))
-        if options.number is not None and not 1 <= options.number <= len(found):
-            raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    found = of_run(run_of(options.run, options.overrides))
+    if options.number is not None and not 1 <= options.number <= len(found):
+        raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:
         print(json_text.dumps([incident.to_dict() for incident in chosen], indent=1))

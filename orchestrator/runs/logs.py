@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gangway.program import EXIT_FINE, command
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Entry, Place
-from gangway.terminal import command, nobody_looks
-from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
+from gangway.terminal import nobody_looks
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of
 from trainers.console.text import printable
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"
 _LOG = re.compile(r"host-(\d+)/process-[^/]*\.log")
 LINES = 50
@@ -35,7 +35,7 @@ class Log(NamedTuple):
     """Bytes, as of the look."""
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
     parser = parser_of_run("orchestrator.runs.logs", about, example="runs/spirals --host 1 --follow")
@@ -47,18 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.lines < 0:
         parser.error(f"--lines {options.lines}: expected 0 or more")
-    try:
-        run = run_of(options.run, options.overrides)
-        found = newest(run, options.host)
-        for log in found:
-            print(f"==> host {log.host}: {log.place} <==")
-            for line in last_lines(log, options.lines):
-                print(printable(line))
-        if options.follow:
-            follow(run, options.host, found)
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    run = run_of(options.run, options.overrides)
+    found = newest(run, options.host)
+    for log in found:
+        print(f"==> host {log.host}: {log.place} <==")
+        for line in last_lines(log, options.lines):
+            print(printable(line))
+    if options.follow:
+        follow(run, options.host, found)
     return EXIT_FINE
 
 

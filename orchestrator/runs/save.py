@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gangway.terminal import command
+from gangway.program import command
+from orchestrator.config.locate import REFUSALS
 from orchestrator.runs import asking
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     return asking.main("save", "orchestrator.runs.save", "Lets a run save now, and go on.", argv)
 

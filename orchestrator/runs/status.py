@@ -16,18 +16,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gangway.program import Parser
+from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import counted, own, shown
 from gangway.storage import documents, json_text, several
 from gangway.storage.opening import place_of
-from gangway.terminal import command, nobody_looks
-from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, in_one_line, is_run, run_of, runs_in
+from gangway.terminal import nobody_looks
+from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.console.view import measures_of
 
-EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"
 """The storage of a configuration that names none."""
 EVERY_S, IN_BUCKET_EVERY_S = 2.0, 10.0
@@ -40,7 +39,7 @@ STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "re
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.status", "How runs are, by their files alone.", example="runs --watch")
     parser.add_argument(
@@ -54,11 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch", action="store_true", help="show it again every two seconds (of a bucket: ten), until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
-    try:
-        found = look(options.place, options.overrides)
-    except REFUSALS as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    found = look(options.place, options.overrides)
     if options.json:
         print(json_text.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE

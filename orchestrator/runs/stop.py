@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gangway.terminal import command
+from gangway.program import command
+from orchestrator.config.locate import REFUSALS
 from orchestrator.runs import asking
 
 
-@command
+@command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     return asking.main("stop", "orchestrator.runs.stop", "Lets a run save and stop.", argv)
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gangway.config.masking import MASK, masked
-from gangway.program import Parser
+from gangway.program import Parser, command
 from gangway.storage import documents, durable, identity, json_text, opening
 from gangway.storage.documents import DamagedDocument
-from gangway.terminal import command
 from orchestrator.tracking import mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
@@ -408,7 +407,7 @@ def die_with(parent_pid: int) -> None:
         sys.exit(LEFT_OVER)
 
 
-@command
+@command()
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("orchestrator.tracking", "Ships a run's tracking file to MLflow.", example="runs/spirals")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")

@@ -103,11 +103,11 @@ class NotSeenByHost1(ShardedTableTask):
         from trainers.checkpoint import weights
 
         super().__init__(arguments)
-        real = weights.look
+        real = weights.open_model
 
         def look(path, *more):
             from pathlib import Path
 
             return real(Path(str(path).replace("/copy/", "/copy-away/")) if jax.process_index() == 1 else path, *more)
 
-        weights.look = look
+        weights.open_model = look

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from gangway.storage.opening import place_of
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.tiny import TableTask, numbers
 from tests.saved import saved
 from trainers.base import BaseTrainer
-from trainers.checkpoint.standalone import load_model
+from trainers.checkpoint import weights
 from trainers.step.state import initial_parameters
 
 WINGS = ("trainers/evaluation", "trainers/metrics")
@@ -58,8 +59,9 @@ def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path)
     shapes = jax.eval_shape(lambda: initial_parameters(TableTask(made), made.seed))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes)
-    params, meta = load_model(str(saved(run_folder, 2, "models")), placed)
-    assert meta["step"] == 2
+    found = weights.open_model(place_of(saved(run_folder, 2, "models")))
+    params = weights.load(found, placed)
+    assert found.meta["step"] == 2
     assert np.isfinite(params["embed"]).all()
 
 

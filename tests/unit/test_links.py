@@ -10,10 +10,11 @@ import pytest
 from gangway.storage import durable, local_store, ours
 from gangway.storage.opening import place_of, place_of_run
 from gangway.storage.store import StorageProblem
+from orchestrator.commands import checkpoints
 from orchestrator.driver import halt
 from orchestrator.report import page, record
 from orchestrator.report.__main__ import write as write_report
-from orchestrator.run_state import lease, requests
+from orchestrator.run_state import fresh, lease, requests
 from orchestrator.run_state.launch import PREVIEWS_KIND
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.tracking.config import TrackingConfig
@@ -226,6 +227,11 @@ def preview(run):
     RunFolder(run).write(PREVIEWS_KIND, {"step": 8, "texts": []}, "previews/8.json")
 
 
+def begun_anew(run):
+    with fresh.moved_aside(run, True, lambda run: None):
+        raise OSError("what the next step of a start may raise")
+
+
 WRITERS = {
     "previews": preview,
     "tracking": lambda run: Tracker(run, TrackingConfig(mlflow=False), "run"),
@@ -234,13 +240,15 @@ WRITERS = {
     "figures": lambda run: write_report([place_of(run)], f"{run}/report.html", place_of(run).path / "figures"),
     "requests": lambda run: requests.take(run, "launch"),
     "row": lambda run: lease.acquire(run, "launch"),
+    "row by --accept-loss": lambda run: checkpoints.main([run, "--accept-loss"]),
+    "row by --fresh": begun_anew,
     "timeline.jsonl": lambda run: RunFolder(run, 1).append("timeline.jsonl", "ours"),
 }
 
 
-@pytest.mark.parametrize("planted", WRITERS)
-def test_a_driver_changes_nothing_elsewhere(tmp_path, home, planted, monkeypatch):
-    run = tmp_path / "run"
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_driver_changes_nothing_elsewhere(tmp_path, home, writer, monkeypatch):
+    run, planted = tmp_path / "run", writer.partition(" by ")[0]
     monkeypatch.setattr(record, "read", lambda run: None)
     monkeypatch.setattr(page, "of_one", lambda found: "")
     monkeypatch.setattr(page, "figures", lambda found: {"loss": b"ours"})
@@ -248,7 +256,7 @@ def test_a_driver_changes_nothing_elsewhere(tmp_path, home, planted, monkeypatch
     (run / planted).symlink_to(home)
     before = content(home)
     with suppress(OSError):
-        WRITERS[planted](str(run))
+        WRITERS[writer](str(run))
     assert content(home) == before
 
 

@@ -3,6 +3,9 @@
 Arrays of size zero, which the handler refuses, are None in the files. They are made again from their shapes.
 
 Only the handler is used, none of Orbax's managers: those wait for hosts that have failed. Nothing here waits for another host.
+
+Orbax is imported when the first array is written or read: the import takes as long as JAX's own, and in a new run the thread of
+the trial save does it beside the first step. A warm process has it (`trainers.worker.IMPORTED_AHEAD`).
 """
 
 from __future__ import annotations
@@ -12,16 +15,17 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage.store import Place
 from trainers.runtime.multihost import one_line
+
+if TYPE_CHECKING:
+    from etils import epath
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
 WRITE_TIMEOUT_S = 1800
@@ -34,27 +38,43 @@ OUTAGE = re.compile(
 
 
 class ArrayFiles:
-    def __init__(self) -> None:
-        # What Orbax's threads log at length they also raise, and what they raise is reported.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        # Host 0 writes all of a replicated array: divided among the replicas, copying took ten times as long.
-        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        self._handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=True,
-            use_zarr3=True,
-            # Random float32 hardly shrinks, and writing took two to three times as long with compression.
-            use_compression=False,
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-            ),
-        )
+    _handler: Any = None
+
+    def _open(self, folder: Place) -> tuple[Any, epath.Path]:
+        """Returns Orbax's handler, and the folder as it takes it."""
+        import orbax.checkpoint as ocp
+        from etils import epath
+
+        if self._handler is None:
+            # What Orbax's threads log at length they also raise, and what they raise is reported.
+            logging.getLogger("absl").setLevel(logging.CRITICAL)
+            # Host 0 writes all of a replicated array: divided among the replicas, copying took ten times as long.
+            arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+            self._handler = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True,
+                use_zarr3=True,
+                # Random float32 hardly shrinks, and writing took two to three times as long with compression.
+                use_compression=False,
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                    (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+                ),
+            )
+        if not folder.store.is_local:
+            from trainers.checkpoint import orbax_bucket
+
+            orbax_bucket.enable()
+        return self._handler, epath.Path(folder.url)
 
     def write(self, folder: Place, take: Callable[[], Any], copied: Callable[[], None]) -> None:
         """Writes this host's part of the tree that `take` returns to `folder`, which must exist. Calls `copied` as soon as the
         arrays may be donated. All hosts must call this, in a thread without an event loop. Raises whatever Orbax raises."""
 
+        import orbax.checkpoint as ocp
+
+        handler, path = self._open(folder)
+
         async def begin() -> list[Any]:
-            futures = await self._handler.async_save(_path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
+            futures = await handler.async_save(path, args=ocp.args.PyTreeSave(_without_empty(take())))
             # The arrays are copied by now; the futures stand for the files. Here, for the loop takes its time to close.
             copied()
             return futures or []
@@ -64,16 +84,20 @@ class ArrayFiles:
 
     def merge(self, folder: Place) -> None:
         """Merges the parts of all hosts into one tree. Host 0 calls this when all have written."""
-        self._handler.finalize(_path(folder))
+        handler, path = self._open(folder)
+        handler.finalize(path)
 
     def read(self, folder: Place, abstract: Any) -> Any:
         """Returns what `abstract` has of the tree in `folder`, with its shapes and shardings. Raises whatever Orbax raises, and
         CheckpointError if an array is not there."""
+        import orbax.checkpoint as ocp
+
         wanted = _without_empty(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         # Partly: a checkpoint that was saved before a state had some field does not have it, not even empty.
         args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-        tree = self._handler.restore(_path(folder), args=args)
+        handler, path = self._open(folder)
+        tree = handler.restore(path, args=args)
         # Orbax leaves the shape in the place of an array that it does not find.
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
@@ -84,20 +108,26 @@ class ArrayFiles:
     def read_parts(self, folder: Place, names: Sequence[str]) -> Any:
         """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory; None for one of size
         zero. Needs no device and no other host."""
-        tree = self._handler.metadata(_path(folder)).tree
+        import orbax.checkpoint as ocp
+
+        handler, path = self._open(folder)
+        tree = handler.metadata(path).tree
         parts = {name: tree[name] for name in names}
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), parts)
         args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, parts), restore_args=as_numpy, partial_restore=True)
-        return self._handler.restore(_path(folder), args=args)
+        return handler.restore(path, args=args)
 
     def read_one(self, folder: Place, key: Sequence[str]) -> np.ndarray:
         """Returns one array of the tree in `folder`, whose names are `key`, in this host's memory."""
+        import orbax.checkpoint as ocp
+
         item: Any = 0
         as_numpy: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for name in reversed(key):
             item, as_numpy = {name: item}, {name: as_numpy}
         args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
-        found = self._handler.restore(_path(folder), args=args)
+        handler, path = self._open(folder)
+        found = handler.restore(path, args=args)
         for name in key:
             found = found[name]
         return found
@@ -123,15 +153,6 @@ def outages_told(folder: Place) -> Iterator[None]:
         if not is_outage(folder, error):
             raise
         raise CheckpointUnavailableError(f"{folder} cannot be read: {one_line(error)}") from error
-
-
-def _path(folder: Place) -> epath.Path:
-    """Returns the folder as Orbax takes it."""
-    if not folder.store.is_local:
-        from trainers.checkpoint import orbax_bucket
-
-        orbax_bucket.enable()
-    return epath.Path(folder.url)
 
 
 def _without_empty(tree: Any) -> Any:

@@ -3,6 +3,7 @@ or of MLflow."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from gangway.errors import CheckpointError, UsageError
 from gangway.storage import ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
-from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
+from trainers.checkpoint import assets, layout, manifest, mlflow_model
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
@@ -27,7 +28,6 @@ from trainers.config.hf_files import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE,
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
-from trainers.models.hf.weights import flat
 
 if TYPE_CHECKING:  # transformers takes a second
     from trainers.text.tokenizers import Tokenizer
@@ -42,17 +42,17 @@ def to_safetensors(checkpoint: Place | str, out: Path | str, *, adapter: bool = 
     """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
     Of a run with LoRA it has the adapters merged with their base (`base`: where that is now), or with `adapter` the adapters
     alone. Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
-    from trainers.checkpoint.whole import read, read_merged
+    from trainers.checkpoint import weights
 
     checkpoint = layout.named(checkpoint)
-    params, meta = read(checkpoint) if adapter else read_merged(checkpoint, base)
+    found = weights.open_whole(checkpoint, base, alone=adapter)
     if adapter:
-        _adapters(meta, checkpoint)
-    about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
+        _adapters(found.meta, checkpoint)
+    about = {"batch_index": str(found.meta["batch_index"]), "arguments": json.dumps(found.meta["arguments"])}
     _check_new(Path(out))
     if folder := assets.folder_of(checkpoint):
         _write_atomically(Path(out).with_suffix(".assets"), lambda work: _copy_assets(folder, work))
-    _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
+    _write_atomically(Path(out), lambda work: _save_file(found.all_here(), work, about))
 
 
 def to_mlflow(checkpoint: Place | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
@@ -85,13 +85,12 @@ def _copy_assets(folder: Path, work: Path) -> None:
 
 def from_safetensors(path: Path | Place | str) -> dict[str, Any]:
     """Returns the parameters in a file of `to_safetensors`, for `train(model_parameters=...)`."""
-    where, params = place_of(path), dict[str, Any]()
-    for name in tensor_files.head(where).headers:
+    from trainers.checkpoint import weights
+
+    params = dict[str, Any]()
+    for name, value in weights.open_model(place_of(path)).all_here().items():
         *folders, last = name.split(".")
-        within = params
-        for folder in folders:
-            within = within.setdefault(folder, {})
-        within[last] = tensor_files.read(where, name)
+        functools.reduce(lambda within, folder: within.setdefault(folder, {}), folders, params)[last] = value
     return params
 
 
@@ -113,16 +112,15 @@ def to_hugging_face(
     i mod `num_hosts`. They do not wait for each other: the folder is there when the last of them is done, or when all have been
     called again after a failure. Raises CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the
     model is of no family that `transformers` has."""
-    from trainers.checkpoint import carried, hugging_face_out
-    from trainers.checkpoint.whole import open_parameters
+    from trainers.checkpoint import carried, hugging_face_out, weights
 
     checkpoint, out = layout.named(checkpoint), Path(out)
     if adapter:
         _to_peft(checkpoint, out, base, replace=replace)
         return
-    parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
-    config = _config_of(meta["arguments"])
-    tensors = hugging_face_out.plan(config, parameters)
+    found = weights.open_whole(checkpoint, base, host=host, num_hosts=num_hosts)
+    meta, config = found.meta, _config_of(found.meta["arguments"])
+    tensors = hugging_face_out.plan(config, {name: (stored.shape, stored.dtype) for name, stored in found.parameters.items()})
     about = hf_config.write(config, max_length=_context_of(checkpoint, meta), dtype=tensors[0].dtype)
     files = hugging_face_out.files_of(tensors, max_file_bytes)
 
@@ -131,18 +129,18 @@ def to_hugging_face(
         carried.reset_tokenizer(work)
         read = _tokenizer_of(work, meta)
         # After the assets: none of their files takes the place of the model's own.
-        found = (_original(work, config, about) or about | _ends(read, about)) | _class_names(work)
+        settings = (_original(work, config, about) or about | _ends(read, about)) | _class_names(work)
         if isinstance(config, ModelConfig):
             # It belongs to a model with images, of which this is the decoder.
             copied = work / PREPROCESSOR_FILE
             ours.delete(copied, ours.among("a copy that was just made", [copied]))
-        (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        (work / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         _write_generation(work, read)
         hugging_face_out.write_index(work, files)
 
     def write(work: Path) -> None:
         work.mkdir()
-        hugging_face_out.write(work, files, read_one)
+        hugging_face_out.write(work, files, found.here)
         write_others(work)
 
     if num_hosts == 1:
@@ -154,7 +152,7 @@ def to_hugging_face(
         _check_new(out)
     work = on_the_way(checkpoint, out)
     work.mkdir(parents=True, exist_ok=True)
-    hugging_face_out.write(work, files, read_one, lambda number: number % num_hosts == host)
+    hugging_face_out.write(work, files, found.here, lambda number: number % num_hosts == host)
     if all(hugging_face_out.is_whole(work, file) for file in files):
         _publish(work, out, write_others, replace=replace)
 
@@ -262,15 +260,14 @@ def _class_names(folder: Path) -> dict[str, Any]:
 
 
 def _to_peft(checkpoint: Place, out: Path, base: str | None, *, replace: bool) -> None:
-    from trainers.checkpoint import carried
-    from trainers.checkpoint.whole import META, base_path, read
+    from trainers.checkpoint import carried, weights
     from trainers.models.hf.peft import to_adapter
 
-    params, meta = read(checkpoint)
-    lora = _adapters(meta, checkpoint)
+    found = weights.open_whole(checkpoint, alone=True)
+    meta, lora = found.meta, _adapters(found.meta, checkpoint)
     # As the run names it, also where this machine does not see it: `base` alone must be found.
-    path = str(base_path(meta, base)) if base else meta[META][BASE]["checkpoint"]
-    about, tensors = to_adapter(from_dict(ModelConfig, meta["arguments"]["model"]), lora, flat(params), path)
+    path = str(weights.base_of(meta, base).path) if base else meta[weights.META][BASE]["checkpoint"]
+    about, tensors = to_adapter(from_dict(ModelConfig, meta["arguments"]["model"]), lora, found.all_here(), path)
 
     def write(work: Path) -> None:
         work.mkdir()
@@ -285,9 +282,9 @@ def _to_peft(checkpoint: Place, out: Path, base: str | None, *, replace: bool) -
 
 def _adapters(meta: Mapping[str, Any], checkpoint: Place | str) -> LoraConfig:
     """Returns the settings of the adapters. Raises UsageError if there are none."""
-    from trainers.checkpoint.whole import adapters_of
+    from trainers.checkpoint import weights
 
-    config = adapters_of(meta)
+    config = weights.adapters_of(meta)
     if config is None:
         raise UsageError(f"{checkpoint} has no adapters: it was trained without lora; leave out --adapter")
     return config

@@ -19,7 +19,7 @@ from pathlib import Path
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage import documents, durable, ours, row
 from gangway.storage.documents import StorageError
-from gangway.storage.opening import place_of
+from gangway.storage.opening import place_of, place_of_run
 from gangway.storage.row import NO_DRIVER, Kept, Record, Row, WriterTerm
 from gangway.storage.store import Place
 from trainers.checkpoint import manifest
@@ -44,7 +44,7 @@ def row_of(folder: Place) -> Row:
     run = folder.parent
     with _lock:
         if (known := _rows.get(run.url)) is None or known.is_gone():
-            known = _rows[run.url] = Row(run / row.FOLDER)
+            known = _rows[run.url] = Row(place_of_run(run) / row.FOLDER)
         return known
 
 

@@ -63,25 +63,3 @@ def part_of(name: str) -> str:
 def parts_in(shapes: Mapping[str, str]) -> list[str]:
     """Returns which of PART and STATE a checkpoint has. `shapes` are those of its meta."""
     return sorted({part_of(name) for name in shapes} - {""})
-
-
-def within_parts(shapes: Mapping[str, str]) -> dict[str, str]:
-    """Returns the shapes of the model from a checkpoint's meta, by their names in `trainers.step.state.arrays_of_model`."""
-    return {name.removeprefix(f".{part}"): shape for name, shape in shapes.items() if (part := part_of(name))}
-
-
-def in_parts(arrays: Any, shapes: Mapping[str, str]) -> dict[str, Any]:
-    """Returns {part: arrays} from the one tree of a model's arrays, as a checkpoint has them."""
-    return {part: _chosen(arrays, f".{part}", shapes) for part in parts_in(shapes)}
-
-
-def _chosen(tree: Any, name: str, names: Mapping[str, str]) -> Any:
-    """Returns what of the tree, which is called `name`, is among the names."""
-    chosen: dict[Any, Any] = {}
-    for key, value in tree.items():
-        below = f"{name}[{key!r}]"
-        if not isinstance(value, Mapping):
-            chosen |= {key: value} if below in names else {}
-        elif within := _chosen(value, below, names):
-            chosen[key] = within
-    return chosen

@@ -13,13 +13,13 @@ from gangway.storage import ours
 from gangway.storage.documents import StorageError
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageProblem
-from trainers.checkpoint import assets, layout, manifest, model_only
+from trainers.checkpoint import assets, layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
-from trainers.step.state import TrainState, arrays_of_model
+from trainers.step.state import TrainState
 
 NO_ASSETS: Mapping[str, Any] = MappingProxyType({})
 
@@ -70,29 +70,14 @@ def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, An
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
     folder = layout.named(path)
-    meta = _checked_meta("checkpoint files", folder, path)
+    meta = _checked_meta(folder, path)
     # Before the arrays are read: the error of Orbax would not say which arrays differ.
     check_same_model(meta, abstract, path)
     with outages_told(folder):
         return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta
 
 
-def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads (the model's arrays, meta) from what `save_to` wrote, from a run's checkpoint, or from a checkpoint in its folder
-    `models`, which has the model alone. `abstract` gives the shapes and shardings of `trainers.step.state.arrays_of_model`, which
-    are just the parameters of most models. All hosts must call this.
-
-    Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
-    """
-    folder = layout.named(path)
-    meta = _checked_meta("model files", folder, path)
-    check_same_model({"shapes": model_only.within_parts(meta["shapes"])}, abstract, path)
-    with outages_told(folder):
-        parts = ArrayFiles().read(folder / manifest.STATE_FOLDER, model_only.in_parts(abstract, meta["shapes"]))
-    return arrays_of_model(parts[model_only.PART], parts.get(model_only.STATE, {})), meta
-
-
-def _checked_meta(topic: str, folder: Place, path: str) -> dict[str, Any]:
+def _checked_meta(folder: Place, path: str) -> dict[str, Any]:
     """Returns the meta. Raises CheckpointError on all hosts if one of them finds a file that is not what was saved, and
     CheckpointUnavailableError if the storage does not answer one of them."""
     meta, problem, absent = {}, "", ""
@@ -102,7 +87,7 @@ def _checked_meta(topic: str, folder: Place, path: str) -> dict[str, Any]:
         problem = str(error)
     except (StorageProblem, StorageError) as error:
         absent = str(error)
-    answers = multihost.all_hosts(topic, {"problem": problem, "absent": absent})
+    answers = multihost.all_hosts("checkpoint files", {"problem": problem, "absent": absent})
     if absent := first_problem([answer["absent"] for answer in answers]):
         raise CheckpointUnavailableError(f"{path} cannot be read: {absent}")
     if problem := first_problem([answer["problem"] for answer in answers]):

@@ -1,4 +1,4 @@
-"""Tries before the first step whether a state can be saved at all: its names, types and kinds of shape go through the real
+"""Tries beside the first step whether a state can be saved at all: its names, types and kinds of shape go through the real
 serializer, to a folder of this machine and back, with one value in place of each array."""
 
 from __future__ import annotations

@@ -1,13 +1,20 @@
-"""Saved parameters, of another run, in a file or in a folder of Hugging Face: what is there, and reading each device's part."""
+"""Reads saved models, whichever way they were saved: a checkpoint, a file of safetensors, a folder of Hugging Face or of PEFT.
+
+`find` says which of these a path stands for, and `open_model` what is there. Its parameters are read one by one into the memory
+of this process (`Weights.here`), each device's part onto the devices (`read`), or into the tree of a model (`load`).
+`open_whole` checks every byte of a checkpoint first, and merges the adapters of a run with LoRA with their base.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +26,29 @@ from gangway.storage.documents import StorageError
 from gangway.storage.row import CHECKPOINTS
 from gangway.storage.store import Place, StorageRefused
 from trainers.checkpoint import hugging_face, layout, manifest, model_files, tensor_files
-from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.fingerprints import fingerprints
-from trainers.checkpoint.model_only import part_of
+from trainers.checkpoint.model_only import PART, part_of
 from trainers.checkpoint.tensor_files import DTYPES
 from trainers.checkpoint.validate import check_files
 from trainers.config import LoraConfig, ModelConfig
+from trainers.config.arguments import from_dict
+from trainers.config.frozen import BASE
 from trainers.config.weights import InitConfig
 from trainers.models import lora
 from trainers.models.hf import peft_in
-from trainers.optim.optimizers import SCHEDULE_FREE
+from trainers.models.hf.weights import flat
+from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
+from trainers.optim.param_groups import parameter_path
+from trainers.parallel.mesh import replicated
+from trainers.runtime.multihost import one_line
 
+META = "frozen"
+"""The key in the meta of a checkpoint: which weights it was trained with that it does not have. Under the name of each: `path`
+(the setting), `checkpoint` (what was read), `digest`."""
 FILE_SUFFIX = ".safetensors"
+OPTIMIZER = "opt_state"
+"""The name of the optimizer's state, in a TrainState and in the files."""
 SHOWN = 20
 """How many problems of parameters an error shows."""
 
@@ -56,19 +74,50 @@ class Weights:
     """`step 100`, if that is known."""
     folder: hugging_face.Folder | None = None
     """Of Hugging Face."""
-    adapter: Mapping[str, np.ndarray] | None = None
-    """Of PEFT: its parameters, in memory. They are few."""
+    memory: Mapping[str, np.ndarray] | None = None
+    """The parameters themselves, where they are in memory already: of PEFT, for they are few, and those that were computed."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Of a checkpoint: its meta. Empty for all else."""
 
     @property
     def is_file(self) -> bool:
         return self.path.name.endswith(FILE_SUFFIX)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there are adapters of LoRA among them."""
+        return any(name.endswith(lora.A) for name in self.parameters)
+
+    @property
+    def averages(self) -> bool:
+        """Whether what is evaluated must first be computed from the optimizer's state."""
+        return self.memory is None and self.meta.get("arguments", {}).get("optimizer", {}).get("name") == SCHEDULE_FREE
+
+    def here(self, name: str) -> np.ndarray:
+        """Returns a parameter as it is stored, in this process's memory. Raises whatever reading raises."""
+        stored = self.parameters[name]
+        if self.memory is not None:
+            return self.memory[name]
+        if self.folder is not None:
+            return hugging_face.read_whole(self.folder, name)
+        if self.is_file:
+            return tensor_files.read(self.path, name)
+        if 0 in stored.shape:  # the files have None there
+            return np.zeros(stored.shape, jnp.dtype(stored.dtype))
+        folder = self.path / manifest.STATE_FOLDER
+        with outages_told(folder):
+            return _array_files().read_one(folder, stored.key)
+
+    def all_here(self) -> dict[str, np.ndarray]:
+        """Returns all parameters, as `here` does each."""
+        return {name: self.here(name) for name in self.parameters}
 
     def digest(self) -> str:
         """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files, or in a bucket their
         tags. Raises OSError."""
         if self.folder is not None:
             return self.folder.digest()
-        if self.adapter is not None:
+        if self.memory is not None:
             return hashlib.sha256(b"".join((self.path / name).content() for name in peft_in.FILES)).hexdigest()
         return manifest.digest(self.path if self.is_file else self.path / manifest.MANIFEST_FILE).sha256
 
@@ -132,8 +181,9 @@ class Adapted(NamedTuple):
     lora: LoraConfig
 
 
-def look(path: Place, adapted: Adapted | None = None) -> Weights:
-    """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError.
+def open_model(path: Place, adapted: Adapted | None = None) -> Weights:
+    """Returns what is at `path`, one of `find`, without reading its parameters. Raises CheckpointError,
+    CheckpointMissingError or CheckpointUnavailableError.
     An adapter of PEFT is read for a run with LoRA alone (`adapted`)."""
     with reading(path):
         if path.name.endswith(FILE_SUFFIX):
@@ -148,6 +198,11 @@ def match(
 ) -> dict[str, str]:
     """Returns the name there of each parameter to load, by its name here. `shapes` are those of the model's parameters. Raises
     CheckpointError that names every parameter that does not fit. `asked_by` is the setting that names the weights."""
+    if weights.averages:
+        raise CheckpointError(
+            f"{asked_by}: {weights.path} is of {SCHEDULE_FREE}, whose averages are in the optimizer's state: give the file that "
+            "`python -m trainers.export` makes of it"
+        )
     theirs: dict[str, str] = {}
     problems = []
     for name in weights.parameters:
@@ -183,15 +238,38 @@ def read(
     devices need. Files and folders of Hugging Face are cast to `dtypes` while they are read; all else is as it is stored. Raises
     whatever reading raises."""
     cast = dtypes or {}
+    if weights.memory is not None:
+        return {here: _from_memory(weights.memory[there], shardings[here]) for here, there in pairs.items()}
     if weights.folder is not None:
         return {here: hugging_face.read(weights.folder, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
-    if weights.adapter is not None:
-        return {here: _from_memory(weights.adapter[there], shardings[here]) for here, there in pairs.items()}
     if weights.is_file:
         return {here: _from_file(weights, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
     folder = weights.path / manifest.STATE_FOLDER
-    found = ArrayFiles().read(folder, _in_state(weights, pairs, shapes_there(weights, pairs, shardings)))
+    found = _array_files().read(folder, _in_state(weights, pairs, shapes_there(weights, pairs, shardings)))
     return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
+
+
+def load(weights: Weights, wanted: Any) -> Any:
+    """Returns the parameters in the tree of a model, as arrays with the shardings of `wanted`, in one process. Their contents are
+    checked where they have fingerprints. Raises CheckpointError if they are not those of the model, or cannot be read, and
+    CheckpointUnavailableError if a bucket does not answer, or they are not what was saved."""
+    leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
+    pairs = match(weights, {name: leaf.shape for name, leaf in leaves.items()}, InitConfig(path=str(weights.path)))
+    shardings = {name: leaf.sharding for name, leaf in leaves.items()}
+    try:
+        with outages_told(weights.path):
+            arrays = read(weights, pairs, shardings)
+    except (CheckpointUnavailableError, OSError):
+        raise
+    except Exception as error:  # Orbax raises whatever its layers raise
+        raise CheckpointError(f"{weights.path} is not whole: {one_line(error)}") from error
+    check(weights, pairs, arrays, replicated(next(iter(shardings.values())).mesh))
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], wanted)
+
+
+@functools.cache
+def _array_files() -> ArrayFiles:
+    return ArrayFiles()
 
 
 def _from_memory(array: np.ndarray, sharding: Any) -> jax.Array:
@@ -250,14 +328,12 @@ def _look_at_checkpoint(path: Place) -> Weights:
         raise CheckpointError(f"{path}: {error}") from error
     except manifest.DamagedError as error:
         raise CheckpointUnavailableError(f"{path} is not whole: {error}") from error
-    if meta["arguments"].get("optimizer", {}).get("name") == SCHEDULE_FREE:
-        raise CheckpointError(
-            f"{path} is of {SCHEDULE_FREE}, whose averages are in the optimizer's state: give the file that "
-            "`python -m trainers.export` makes of it"
-        )
-    parameters = stored(meta)
+    return _of_checkpoint(path, meta)
+
+
+def _of_checkpoint(path: Place, meta: Mapping[str, Any]) -> Weights:
     step = meta.get("batch_index")
-    return Weights(path, parameters, "" if step is None else f"step {step}")
+    return Weights(path, stored(meta), "" if step is None else f"step {step}", meta=meta)
 
 
 def stored(meta: Mapping[str, Any]) -> dict[str, Stored]:
@@ -291,8 +367,12 @@ def _look_at_adapter(path: Place, adapted: Adapted | None) -> Weights:
         arrays = peft_in.read(model_files.here(path, lambda name: name in peft_in.FILES), *adapted)
     except (UsageError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    return _in_memory(Weights(path, {}, "an adapter of PEFT"), arrays)
+
+
+def _in_memory(weights: Weights, arrays: Mapping[str, np.ndarray]) -> Weights:
     parameters = {name: Stored((name,), array.shape, array.dtype.name) for name, array in arrays.items()}
-    return Weights(path, parameters, "an adapter of PEFT", adapter=arrays)
+    return dataclasses.replace(weights, parameters=parameters, memory=arrays)
 
 
 def _look_at_file(path: Place) -> Weights:
@@ -323,3 +403,68 @@ def _at(tree: Any, key: tuple[str, ...]) -> Any:
     for name in key:
         tree = tree[name]
     return tree
+
+
+# ---------------------------------------------------------------------- a whole model, in one process
+
+
+def open_whole(checkpoint: Place, base: str | None = None, *, alone: bool = False, host: int = 0, num_hosts: int = 1) -> Weights:
+    """Returns the parameters of a checkpoint that are evaluated, with the model's other state. Every byte is checked first, by
+    the hosts together, and `Weights.here` reads one array at a time. In memory are the averages of a schedule-free optimizer, and
+    of a run with LoRA its base with the adapters merged, each weight in the type that it is stored with there (`base`: where that
+    is now); `alone` gives the adapters as they are. Raises CheckpointError that names the damage, and what `base_of` raises."""
+    found = _of_checkpoint(checkpoint, _checked(checkpoint, host, num_hosts))
+    if found.averages:
+        found = _in_memory(found, _averages(found))
+    config = adapters_of(found.meta)
+    return found if config is None or alone else _in_memory(found, _with_base(found, config, base_of(found.meta, base)))
+
+
+def _checked(checkpoint: Place, host: int, num_hosts: int) -> dict[str, Any]:
+    """Returns the meta. The files are checked, of several hosts each its share."""
+    try:
+        with reading(checkpoint):
+            content = manifest.read(checkpoint)
+            if problem := next(content.problems(checkpoint, sorted(content.files)[host::num_hosts], digest_up_to=None), ""):
+                raise manifest.DamagedError(problem)
+            return manifest.read_meta(checkpoint)
+    except manifest.DamagedError as error:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
+
+
+def _averages(found: Weights) -> dict[str, np.ndarray]:
+    with outages_told(found.path):
+        parts = _array_files().read_parts(found.path / manifest.STATE_FOLDER, [PART, OPTIMIZER])
+    averaged = flat(parameters_to_evaluate(parts[OPTIMIZER], parts[PART]))
+    return {
+        name: averaged[name] if name in averaged and 0 not in stored.shape else found.here(name)
+        for name, stored in found.parameters.items()
+    }
+
+
+def adapters_of(meta: Mapping[str, Any]) -> LoraConfig | None:
+    """Returns the settings of the adapters that a checkpoint has in place of a model; None if it has the model itself."""
+    lora = meta["arguments"].get("lora")
+    return None if lora is None else from_dict(LoraConfig, lora)
+
+
+def base_of(meta: Mapping[str, Any], instead: str | None = None) -> Weights:
+    """Returns the base of adapters; `instead` says where it has gone. Raises CheckpointError if it is not what the adapters were
+    trained on, and CheckpointUnavailableError if it cannot be read."""
+    origin = meta[META][BASE]
+    found = open_model(find(instead or origin["checkpoint"]))
+    if (digest := found.digest()) != origin["digest"]:
+        raise CheckpointError(
+            f"the adapters were trained on {origin['checkpoint']} (digest {origin['digest'][:12]}), and {found.path} is not that "
+            f"(digest {digest[:12]}): give what they were trained on, with --base PATH"
+        )
+    return found
+
+
+def _with_base(adapters: Weights, config: LoraConfig, base: Weights) -> dict[str, np.ndarray]:
+    base, named = open_whole(base.path, alone=True) if base.meta else base, adapters.all_here()
+    # The adapted weights, and those that were trained whole.
+    targets = {name.removesuffix(lora.A) for name in named if not name.endswith(lora.B)}
+    if missing := sorted(targets - base.parameters.keys()):
+        raise CheckpointError(f"{base.path} has no {', '.join(missing[:5])}, which have adapters or were trained whole")
+    return {name: lora.merged(name, base.here(name), named, config) for name in base.parameters}

@@ -18,28 +18,20 @@ import numpy as np
 
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
-from gangway.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from gangway.wire.events import Event
     from trainers.data.view import Batch, Decode, Line
     from trainers.trainer.base_trainer import BaseTrainer
 
-INTERRUPTED = 130
 
-
-@command
+@command(UsageError, TransientError, ValueError, OSError)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}", stream=sys.stderr)
-    try:
-        show(options)
-    except (UsageError, TransientError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    show(options)
     return 0
 
 

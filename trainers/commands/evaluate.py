@@ -26,10 +26,10 @@ from typing import Any
 
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.storage import json_text
 from gangway.surroundings import allow_for_forced_devices
-from gangway.terminal import command
 from gangway.wire.events import Event
 from trainers.commands.saved_models import recorded_with, state_of, with_model_of, without_adapters
 from trainers.config.arguments import TrainingArguments
@@ -46,17 +46,13 @@ class Result:
     rates: dict[str, float]
 
 
-@command
+@command(UsageError, TransientError, ValueError)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
-    try:
-        with named_by(options):
-            results = list(results_of(options))
-    except (UsageError, TransientError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with named_by(options):
+        results = list(results_of(options))
     print(as_json(results) if options.json else table(results))
     return 0
 

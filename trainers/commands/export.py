@@ -27,13 +27,12 @@ from typing import Any
 
 from gangway.errors import CheckpointError, TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import Parser
+from gangway.program import Parser, command
 from gangway.storage.documents import is_url
-from gangway.terminal import command
 from trainers.checkpoint.export import FORMATS
 
 
-@command
+@command(UsageError, TransientError, OSError)
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("trainers.export", __doc__.splitlines()[0], example="runs/spirals model --format huggingface")
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
@@ -50,23 +49,19 @@ def main(argv: list[str] | None = None) -> int:
     # After the first line: it imports JAX.
     from trainers.checkpoint import export, weights
 
-    try:
-        checkpoint = weights.find(options.source)
-        if checkpoint.name.endswith(weights.FILE_SUFFIX):
-            raise CheckpointError(f"{checkpoint} is a file: expected a run or a checkpoint")
-        more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
-        if options.max_shard_size is not None:
-            if options.format != "huggingface":
-                raise UsageError("--max-shard-size: safetensors is one file; leave it out, or add --format huggingface")
-            more["max_file_bytes"] = options.max_shard_size
-        write = partial(FORMATS[options.format], checkpoint, **more)
-        if is_url(options.out):
-            export.to_bucket(options.out, write)
-        else:
-            write(options.out)
-    except (UsageError, TransientError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint = weights.find(options.source)
+    if checkpoint.name.endswith(weights.FILE_SUFFIX):
+        raise CheckpointError(f"{checkpoint} is a file: expected a run or a checkpoint")
+    more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
+    if options.max_shard_size is not None:
+        if options.format != "huggingface":
+            raise UsageError("--max-shard-size: safetensors is one file; leave it out, or add --format huggingface")
+        more["max_file_bytes"] = options.max_shard_size
+    write = partial(FORMATS[options.format], checkpoint, **more)
+    if is_url(options.out):
+        export.to_bucket(options.out, write)
+    else:
+        write(options.out)
     print(f"{options.out}: {options.format} of {'the adapters of ' if options.adapter else ''}{checkpoint}")
     return 0
 

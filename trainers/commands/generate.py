@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.surroundings import allow_for_forced_devices
-from gangway.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     import numpy as np
@@ -37,8 +37,6 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.data.image_prompts import ImagePrompts
     from trainers.evaluation.generation import Continuation, Generator
     from trainers.text.tokenizers import Tokenizer
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -57,24 +55,17 @@ class Opened:
     """None: the model reads texts alone."""
 
 
-@command
+@command(UsageError, TransientError, ValueError, OSError, interrupted="")
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
-    try:
-        texts = prompts_of(options)
-        tell(f"reading {options.source}")
-        # Whoever made the run or the folder has written what it names.
-        from gangway.config import importable
+    texts = prompts_of(options)
+    tell(f"reading {options.source}")
+    # Whoever made the run or the folder has written what it names.
+    from gangway.config import importable
 
-        with importable.named_by_data(options.source, options.trust_code):
-            return run(options, texts)
-    except (UsageError, TransientError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
+    with importable.named_by_data(options.source, options.trust_code):
+        return run(options, texts)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -269,10 +260,9 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     """Reads the weights. Raises CheckpointError if they do not fit the model."""
     import jax
 
-    from trainers.checkpoint import weights, whole
-    from trainers.config import InitConfig, MeshConfig
+    from trainers.checkpoint import weights
+    from trainers.config import MeshConfig
     from trainers.evaluation.generation import Generator
-    from trainers.models.hf.weights import flat
     from trainers.optim.param_groups import parameter_path
     from trainers.parallel import mesh as meshes
     from trainers.step.loss import in_mode
@@ -282,23 +272,17 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     parts, shapes, axes = abstract_model(task, arguments.seed)
     mesh = meshes.make_mesh(MeshConfig(data=1, tensor=-1))
     places = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), shapes, axes)
-    wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
-    shardings = {parameter_path(path): place for path, place in jax.tree_util.tree_leaves_with_path(places)}
-    if arguments.lora is not None:
-        # The adapters are merged: a cache computes each of its products once for each token.
-        merged, _ = whole.read_merged(opened.found.path)
-        arrays = {name: jax.device_put(value, shardings[name]) for name, value in flat(merged).items()}
-    else:
-        found = opened.found
-        pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(found.path)))
-        arrays = weights.read(found, pairs, shardings)
-        weights.check(found, pairs, arrays, meshes.replicated(mesh))
-    for name in arrays:
-        if not name.endswith("router"):  # it computes in float32
-            arrays[name] = arrays[name].astype(arguments.dtype)
+    wanted = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places)
+    # Adapters are merged: a cache computes each of its products once for each token.
+    found = opened.found if arguments.lora is None else weights.open_whole(opened.found.path)
+
+    def in_type(path: Any, leaf: Any) -> Any:
+        # The router computes in float32.
+        return leaf if parameter_path(path).endswith("router") else leaf.astype(arguments.dtype)
+
     return Generator(
         merge=lambda params: in_mode(parts.merge(params), training=False),
-        params=jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], shapes),
+        params=jax.tree_util.tree_map_with_path(in_type, weights.load(found, wanted)),
         mesh=mesh,
         decode=opened.texts.decode,
         sampling=sampling,

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.storage.documents import is_url
-from gangway.terminal import command
 from trainers.config.data import SourceConfig
 from trainers.console.progress import progress_on
 
@@ -31,23 +31,18 @@ if TYPE_CHECKING:  # the first line is there before it is imported
     from trainers.config.arguments import TrainingArguments
     from trainers.data.prepared import PreparedDocuments
 
-INTERRUPTED = 130
 TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
 
 
-@command
+@command(
+    *(UsageError, TransientError, ValueError, OSError),
+    interrupted="interrupted: what is finished stays, and the same command goes on from there",
+)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}")
-    try:
-        prepare(options)
-    except (UsageError, TransientError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
-        return INTERRUPTED
+    prepare(options)
     return 0
 
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.storage.documents import is_url
 from gangway.surroundings import allow_for_forced_devices
-from gangway.terminal import command
 from trainers.console.progress import Progress, progress_on
 from trainers.data.record_files import ENDINGS, schema_of, write
 
@@ -33,28 +33,20 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.data.documents import Record, Records
     from trainers.data.padded import Rows
 
-INTERRUPTED = 130
 AT_ONCE = 16
 """Pairs."""
 TASK = "trainers.tasks.preference:PreferenceTask"
 
 
-@command
+@command(UsageError, TransientError, ValueError, OSError, interrupted="interrupted: nothing is written")
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
-    try:
-        check_output(options.output)
-        say(f"reading {options.config}", stream=sys.stderr)
-        from trainers.settings import read
+    check_output(options.output)
+    say(f"reading {options.config}", stream=sys.stderr)
+    from trainers.settings import read
 
-        num_records = run(read(options.config, options.overrides), options.output)
-    except (UsageError, TransientError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing is written", file=sys.stderr)
-        return INTERRUPTED
+    num_records = run(read(options.config, options.overrides), options.output)
     say(f"wrote {num_records} records to {options.output}", stream=sys.stderr)
     return 0
 

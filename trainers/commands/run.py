@@ -24,11 +24,11 @@ from gangway.config.masking import masked
 from gangway.config.yaml_source import ConfigError
 from gangway.errors import TransientError, UsageError, user_frame
 from gangway.first_line import say
+from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url, write_text
 from gangway.surroundings import allow_for_forced_devices
-from gangway.terminal import command
 from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
@@ -48,7 +48,7 @@ CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
 
-@command
+@command()
 def main() -> int:
     options = parse(sys.argv[1:])
     began_s = time.monotonic()

@@ -21,7 +21,6 @@ from trainers.config.model import OF_EXECUTION
 from trainers.settings import recorded
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
-    from gangway.storage.store import Place
     from trainers.checkpoint.weights import Weights
 
 
@@ -29,7 +28,7 @@ def look(source: str, step: int | None = None) -> Weights:
     """Returns what is at `source`, or in the checkpoint of a step of this run."""
     from trainers.checkpoint import weights
 
-    return weights.look(weights.find(source if step is None else join(source, CHECKPOINTS, str(step))))
+    return weights.open_model(weights.find(source if step is None else join(source, CHECKPOINTS, str(step))))
 
 
 def arguments_of(found: Weights) -> TrainingArguments:
@@ -65,13 +64,11 @@ def _arguments_of_folder(found: Weights) -> TrainingArguments:
 
 def _arguments_of_run(found: Weights) -> TrainingArguments:
     """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
-    from trainers.checkpoint import manifest
     from trainers.config.arguments import from_dict
     from trainers.config.hf_files import has_tokenizer
 
     known = {item.name for item in dataclasses.fields(TrainingArguments)}
-    recorded = manifest.read_meta(found.path)["arguments"]
-    arguments = from_dict(TrainingArguments, {name: value for name, value in recorded.items() if name in known})
+    arguments = from_dict(TrainingArguments, {name: value for name, value in found.meta["arguments"].items() if name in known})
     folder = files_of(found)
     if folder is not None and has_tokenizer(folder):
         return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
@@ -88,15 +85,10 @@ def files_of(found: Weights) -> Path | None:
 def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
     """Returns the arguments that the checkpoint of `source` was trained with, changed by `key=value`. Raises UsageError if it has
     recorded none, or if a value is masked there."""
-    from trainers.checkpoint import manifest, weights
-
-    path = weights.find(source)
-    if not (path / manifest.META_FILE).exists():
+    found = look(source)
+    path, meta = found.path, found.meta
+    if not meta:
         raise UsageError(f"{path} has recorded no configuration: name one after it, which has the held-out data")
-    try:
-        meta = manifest.read_meta(path)
-    except manifest.DamagedError as error:
-        raise UsageError(f"{path} cannot be evaluated: {error}") from error
     named = {"arguments": meta["arguments_class"]} if "arguments_class" in meta else {}
     return recorded(str(path), {**meta["arguments"], **named}, overrides)
 
@@ -124,73 +116,36 @@ def _is_there(base: str) -> bool:
 def without_adapters(source: str, arguments: TrainingArguments) -> TrainingArguments:
     """Returns the arguments to measure a model that has no adapters with, where they have the section `lora`: it is the base, and
     new adapters change nothing of it. Others are returned as they are."""
-    from trainers.checkpoint import weights
-
-    if arguments.lora is None or has_adapters(weights.look(weights.find(source))):
+    if arguments.lora is None or look(source).has_adapters:
         return arguments
     print(f"{source} has no adapters: it is measured as it is", file=sys.stderr)
     return dataclasses.replace(arguments, lora=dataclasses.replace(arguments.lora, base=source))
-
-
-def has_adapters(found: Any) -> bool:
-    """Whether there are adapters among the weights that `trainers.checkpoint.weights.look` has found."""
-    from trainers.models import lora
-
-    return any(name.endswith(lora.A) for name in found.parameters)
 
 
 def state_of(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     """Returns the path, the state and the step of a checkpoint. A model alone becomes a state with a new optimizer state."""
     import jax.numpy as jnp
 
-    from trainers.checkpoint import hugging_face, manifest, model_only, weights
-    from trainers.checkpoint.export import from_safetensors
-    from trainers.checkpoint.standalone import load_model
+    from trainers.checkpoint import model_only, weights
     from trainers.trainer.beginnings import beginning
 
-    path = weights.find(source)
+    found = look(source)
+    path, meta, step = str(found.path), found.meta, step_of(found)
     trainer.prepare()
-    if trainer.arguments.lora is not None and not has_adapters(weights.look(path)):
-        state, step = beginning(trainer, None, None).make(), step_of(path)
-        return str(path), state if step is None else dataclasses.replace(state, batch_index=jnp.int32(step)), step
-    if hugging_face.is_folder(path):
-        return str(path), beginning(trainer, _arrays_of_folder(trainer, path), None).make(), None
-    if path.name.endswith(weights.FILE_SUFFIX):
-        return str(path), beginning(trainer, from_safetensors(path), None).make(), None
-    try:
-        meta = manifest.read_meta(path)
-    except manifest.DamagedError as error:
-        raise UsageError(f"{path} cannot be evaluated: {error}") from error
-    step = int(meta["batch_index"])
-    if not all(map(model_only.part_of, meta["shapes"])):
+    counters: dict[str, Any] = {} if step is None else {"batch_index": jnp.int32(step)}
+    if trainer.arguments.lora is not None and not found.has_adapters:
+        return path, dataclasses.replace(beginning(trainer, None, None).make(), **counters), step
+    if meta and not all(map(model_only.part_of, meta["shapes"])):
         # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
-        return str(path), trainer.load_pretrained(str(path)), step
-    arrays, _ = load_model(str(path), trainer.assembly.model_arrays)
-    if trainer.assembly.frozen is not None:
+        return path, trainer.load_pretrained(path), step
+    if meta and trainer.assembly.frozen is not None:
         trainer.assembly.frozen.check(meta)
-    state = beginning(trainer, arrays, None).make()
-    updates = step - len(meta.get("skipped_batches") or ())
-    counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
-    return str(path), dataclasses.replace(state, **counters), step
+    if step is not None:
+        counters["step"] = jnp.int32(step - len(meta.get("skipped_batches") or ()))
+    state = beginning(trainer, weights.load(found, trainer.assembly.model_arrays), None).make()
+    return path, dataclasses.replace(state, **counters), step
 
 
-def step_of(path: Place) -> int | None:
+def step_of(found: Weights) -> int | None:
     """Returns the number of batches that a checkpoint has drawn; None for a file or a folder that does not say it."""
-    from trainers.checkpoint import manifest
-
-    return int(manifest.read_meta(path)["batch_index"]) if (path / manifest.META_FILE).exists() else None
-
-
-def _arrays_of_folder(trainer: Any, path: Place) -> dict[str, Any]:
-    """Returns the parameters in a folder of Hugging Face, in nested dicts. Raises CheckpointError if they do not fit."""
-    import jax
-
-    from trainers.checkpoint import weights
-    from trainers.config import InitConfig
-    from trainers.optim.param_groups import parameter_path
-
-    wanted = {parameter_path(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(trainer.assembly.model_arrays)}
-    found = weights.look(path)
-    pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(path)))
-    arrays = weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()})
-    return jax.tree_util.tree_map_with_path(lambda key, _: arrays[parameter_path(key)], trainer.assembly.model_arrays)
+    return int(found.meta["batch_index"]) if found.meta else None

@@ -67,27 +67,30 @@ class EpochOrder:
     takes_any_index = True
 
     def __init__(self, examples: Any, seed: int, *, shuffle: bool):
-        # Only here: training on data of one's own needs no Grain.
+        self.examples, self._seed, self._shuffle = examples, seed, shuffle
+
+    def _in_order(self, examples: Any) -> Any:
+        # Only here: training on data of one's own needs no Grain, and its import, of a second, belongs beside the compilation.
         import grain
 
-        def in_order(examples: Any) -> Any:
-            order = grain.MapDataset.source(examples)
-            if shuffle:
-                order = order.seed(seed).shuffle()
-            # After the shuffle: Grain then shuffles each repetition anew, with a seed made of `seed` and the number of the epoch.
-            return order.repeat(None)
+        order = grain.MapDataset.source(examples)
+        if self._shuffle:
+            order = order.seed(self._seed).shuffle()
+        # After the shuffle: Grain then shuffles each repetition anew, with a seed made of `seed` and the number of the epoch.
+        return order.repeat(None)
 
-        self._examples, self._order, self._num_examples = examples, in_order(examples), len(examples)
-        self._in_order = in_order
+    @functools.cached_property
+    def _order(self) -> Any:
+        return self._in_order(self.examples)
 
     def __len__(self) -> int:
-        return self._num_examples
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self._order[index]
 
     def where_is(self, index: int) -> str:
-        return where_is(self._examples, int(self._in_order(range(len(self)))[index]))
+        return where_is(self.examples, int(self._in_order(range(len(self)))[index]))
 
 
 def where_is(data: Any, index: int) -> str:

@@ -129,6 +129,13 @@ class StepAddressedLoader:
         """Takes what `state_at(k)` has returned in another process: batch k is then read from there."""
         self.dataset.remember(k * self.global_batch_size, state)  # type: ignore[attr-defined]
 
+    def begin(self, k: int) -> None:
+        """Reads batch k and those after it ahead. Not of a stream, which may be at its end."""
+        if self.is_stream:
+            return
+        self._next = k
+        self._ahead = collections.deque(self._threads.submit(self._load, k + ahead) for ahead in range(self.read_ahead + 1))
+
     def batch(self, k: int) -> dict[str, jax.Array]:
         if self._next != k:
             self._ahead.clear()  # a seek: what was read ahead belongs to other batches

@@ -19,7 +19,7 @@ from gangway.storage.documents import DocumentKind
 from gangway.storage.opening import place_of
 from trainers.checkpoint import weights
 from trainers.checkpoint.fingerprints import fingerprints
-from trainers.checkpoint.whole import META
+from trainers.checkpoint.weights import META
 from trainers.config import InitConfig
 from trainers.loop.init_from import from_host0, together
 from trainers.loop.record import Record
@@ -137,7 +137,7 @@ class FrozenWeights:
         bring = "; the run has been trained with it: bring it back, or give the run another name" if again else ""
         try:
             path = weights.find(source.path if again is None else again["checkpoint"])
-            origin = {"path": source.path, "checkpoint": str(path), "digest": weights.look(path).digest()}
+            origin = {"path": source.path, "checkpoint": str(path), "digest": weights.open_model(path).digest()}
         except (CheckpointError, CheckpointUnavailableError) as error:
             raise type(error)(f"{asked_by}: {error}{bring}") from error
         except OSError as error:
@@ -147,7 +147,7 @@ class FrozenWeights:
         return origin
 
     def _look(self, name: str, source: Source) -> _Found:
-        found = together(source.asked_by, lambda: weights.look(place_of(self._origins[name]["checkpoint"])))
+        found = together(source.asked_by, lambda: weights.open_model(place_of(self._origins[name]["checkpoint"])))
         wanted = source.named
         # The same on all hosts: each has read the same document.
         shapes = {name: leaf.shape for name, leaf in wanted.items()}

@@ -61,7 +61,7 @@ def load(
     """
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     chosen = from_host0(lambda: _choose(config, origin, run_folder, adapted))
-    found = together("init_from", lambda: weights.look(place_of(chosen["checkpoint"]), adapted))
+    found = together("init_from", lambda: weights.open_model(place_of(chosen["checkpoint"]), adapted))
     # The same on all hosts: each has read the same document.
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, config)
     arrays = together("init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()}))
@@ -89,7 +89,7 @@ def _choose(
     again = "; the run began with it: bring it back, or give the run another name" if origin else ""
     try:
         path = weights.find(config.path if origin is None else origin["checkpoint"])
-        digest = weights.look(path, adapted).digest()
+        digest = weights.open_model(path, adapted).digest()
     except (CheckpointError, CheckpointUnavailableError) as error:
         raise type(error)(f"init_from: {error}{again}") from error
     except OSError as error:

@@ -16,7 +16,7 @@ from gangway.errors import CheckpointError, SaveFailedError
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import going_on
-from trainers.checkpoint.whole import META
+from trainers.checkpoint.weights import META
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
@@ -122,7 +122,7 @@ class Saver:
     time_used: TimeUsed
     data_state: DataState
     frozen: Callable[[], Mapping[str, Any]] = dict
-    """Returns which weights the state was trained with that it does not have (`trainers.checkpoint.whole.META`)."""
+    """Returns which weights the state was trained with that it does not have (`trainers.checkpoint.weights.META`)."""
 
     def save(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""

@@ -99,7 +99,7 @@ def _choose(source: str, run_folder: str) -> dict[str, str]:
     hint = "; the run began with it: bring it back, or give the run another name" if again else ""
     try:
         path, _ = found(source if again is None else again["checkpoint"])
-        digest = weights.look(path).digest()
+        digest = weights.open_model(path).digest()
     except (CheckpointError, CheckpointUnavailableError) as error:
         raise type(error)(f"{KEY}: {error}{hint}") from error
     if again is not None and digest != again["digest"]:

@@ -94,6 +94,8 @@ class Loop:
     busy: BusyTime = field(default_factory=BusyTime)
     replaced: Replaced = field(default_factory=Replaced)
     first_step_reported: bool = False
+    tried: Callable[[], None] | None = None
+    """Waits until it is known whether the state can be saved, and raises CheckpointError if not; None: that is known."""
     resumed_step: int = field(init=False)
     """The step that training began at, or went back to."""
 
@@ -155,6 +157,8 @@ class Loop:
                 jax.block_until_ready(reduced)  # the only wait for the newest step: recovery time ends here
                 host.emit({"ev": "first_step", "step": info.global_step, "resumed_step": self.resumed_step})
                 self.first_step_reported = True
+                if self.tried is not None:
+                    self.tried()
             if self.agreement.window.full:
                 self._complete_one(state)
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s

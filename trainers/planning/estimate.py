@@ -36,7 +36,7 @@ from gangway.storage.row import CHECKPOINTS
 from gangway.surroundings import end_with_parent
 from trainers.checkpoint import going_on, layout, weights
 from trainers.checkpoint.validate import check_same_model
-from trainers.checkpoint.whole import META
+from trainers.checkpoint.weights import META
 from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.monitoring import BUILT_IN
@@ -268,7 +268,7 @@ def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
     for name, before in ((found[1].get(META) or {}) if found else {}).items():
         if read.get(name) and before["path"] != (path := trainer.assembly.design.frozen_models[name].path):
             there = weights.find(path)
-            now = {"path": path, "checkpoint": str(there), "digest": weights.look(there).digest()}
+            now = {"path": path, "checkpoint": str(there), "digest": weights.open_model(there).digest()}
             asked_by = trainer.assembly.design.frozen_models[name].asked_by
             attempt(problems, asked_by, functools.partial(check_same, asked_by, before, now))
     if problems:
@@ -282,7 +282,7 @@ def looked_at(
     """Returns in one line what a path gives for these arrays; None if it cannot be seen from here, which is added to `doubts`.
     Raises UsageError if it does not fit."""
     shapes = dict(zip(parameter_paths(arrays), (leaf.shape for leaf in jax.tree.leaves(arrays)), strict=True))
-    found = seen_from_here(asked_by, config.path, lambda: weights.look(weights.find(config.path), adapted), doubts)
+    found = seen_from_here(asked_by, config.path, lambda: weights.open_model(weights.find(config.path), adapted), doubts)
     if found is None:
         return None
     pairs = weights.match(found, shapes, config, asked_by)

@@ -55,8 +55,8 @@ class Batching:
     def shapes(self, rows: tuple[int, int], model: TrainerConfigureModelOutput, sharding: Any = None) -> Shapes:
         """Returns the shapes of a batch as the step gets it."""
         dataset = self._trainer.dataset_train
-        # One row is enough: all rows have the same shapes and types.
-        row = self._rows_of_loader() if dataset is None else self.rows_of(dataset, [0])
+        # One row is enough: all rows have the same shapes and types. Which comes first is asked when the loader reads it.
+        row = self._rows_of_loader() if dataset is None else self.rows_of(getattr(dataset, "examples", dataset), [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self.prepared_shapes(shapes, model)
         check_rows = getattr(self._trainer.task, "check_rows", None)

@@ -85,14 +85,15 @@ class TrainingRun:
                 note_from_host0(line)
         self.saver.restore(resume.meta)
         self._time_used.resume(resume.meta)
-        # Only of a new run: what was restored could be saved. Beside the compilation, which takes longer.
-        tried = self.saver.begin_trial(resume.abstract) if not resume.meta else None
+        # A loader of the user's own need not know. Beside the compilation, which takes longer.
+        if begin := getattr(self.parts.loaders.dataloader_train, "begin", None):
+            begin(int(state.batch_index))
         host.phase("compile")
         # After the restore: the kept executables were loaded meanwhile.
         self.compile(state)
-        if tried is not None:
-            tried()
         self.loop = loop = self.build_loop(resume, int(state.batch_index))
+        if not resume.meta:  # what was restored could be saved
+            loop.tried = self.saver.begin_trial(resume.abstract)
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = trainer.on_training_start(state)
         host.phase("train")

@@ -28,11 +28,10 @@ from rich.console import Console
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
 from gangway.config.yaml_source import shown_override
 from gangway.first_line import say
-from gangway.program import Parser
+from gangway.program import Parser, command
 from gangway.storage import documents
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
-from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
@@ -53,7 +52,7 @@ LOG_WIDTH = 160
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 
 
-@command
+@command()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     say(f"reading {arguments.config}")

@@ -21,11 +21,10 @@ from rich.console import Console
 from cluster.hosts.config import devices_per_host, num_hosts
 from gangway.config.yaml_source import shown_override
 from gangway.first_line import say
-from gangway.program import Parser
+from gangway.program import Parser, command
 from gangway.storage import documents, json_text, ours
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
-from gangway.terminal import command
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.verify.compare import (
@@ -46,7 +45,7 @@ EXIT_STOPPED = 3
 """Of orchestrator.run: stopped on request, state saved."""
 
 
-@command
+@command()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     say(f"reading {arguments.config}")

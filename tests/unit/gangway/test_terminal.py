@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import sys
 import pytest
 
 from gangway import terminal
-from gangway.terminal import command, outlives_terminal, shown
+from gangway.program import EXIT_INTERRUPTED, EXIT_REFUSED, command
+from gangway.storage.store import StorageRefused
+from gangway.terminal import outlives_terminal, shown
 from orchestrator.gangway import COMMANDS
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
@@ -97,7 +100,7 @@ def test_a_command_has_such_streams_and_the_process_has_its_own_again_afterwards
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
 
-    @command
+    @command()
     def main():
         print("one\ntwo")  # two writes: the text, and its end
         print("three")
@@ -110,14 +113,14 @@ def test_a_command_has_such_streams_and_the_process_has_its_own_again_afterwards
 
 def test_a_reader_that_goes_away_is_nothing_to_tell_about(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(errno.EPIPE, "Broken pipe")))
-    command(lambda: [print("line") for _ in range(3)])()
+    command()(lambda: [print("line") for _ in range(3)])()
     assert capsys.readouterr().err == ""
 
 
 def test_a_command_that_only_shows_how_something_goes_on_ends_when_nobody_looks(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(errno.EPIPE, "Broken pipe")))
 
-    @command
+    @command()
     def main():
         number = 0
         while not terminal.nobody_looks():
@@ -133,7 +136,7 @@ def test_without_standard_streams_a_command_ends_as_with_them(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
 
-    @command
+    @command()
     def main():
         assert not sys.stdout.isatty()
         print("text")
@@ -152,7 +155,30 @@ def test_each_command_has_streams_that_cannot_fail():
     passes_on["orchestrator.tracking.__main__"] = "orchestrator.tracking.mlflow_shipper"
     names = ["orchestrator.gangway", *(passes_on.get(command.module, command.module) for command in COMMANDS.values())]
     mains = {name: inspect.getsource(importlib.import_module(name).main) for name in names}
-    assert [name for name, source in mains.items() if not source.startswith("@command\ndef main(")] == []
+    assert [name for name, source in mains.items() if not re.match(r"@command\([^@]*\)\ndef main\(", source)] == []
+
+
+def test_an_error_that_its_user_can_mend_is_one_line_and_others_are_none_of_it(capsys):
+    @command(OSError, ValueError)
+    def main(error):
+        raise error
+
+    assert main(ValueError("data.paths = s3://me:pass@bucket/a: it is no list")) == EXIT_REFUSED
+    assert main(StorageRefused(errno.EACCES, "the bucket answers no", "s3://bucket/run")) == EXIT_REFUSED
+    assert capsys.readouterr().err == (
+        "error: data.paths = s3://***@bucket/a: it is no list\nerror: s3://bucket/run: the bucket answers no\n"
+    )
+    with pytest.raises(KeyError):
+        main(KeyError("a mistake"))
+
+
+def test_a_command_that_is_interrupted_says_so(capsys):
+    @command(interrupted="interrupted: nothing is written")
+    def main():
+        raise KeyboardInterrupt
+
+    assert main() == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted: nothing is written\n"
 
 
 def run(command, **how):
@@ -161,9 +187,9 @@ def run(command, **how):
 
 IN_A_COMMAND = """
 import os, subprocess, sys
-from gangway.terminal import command
+from gangway.program import command
 
-@command
+@command()
 def main():
     %s
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gangway.errors import CheckpointUnavailableError
+from gangway.program import EXIT_REFUSED
 from gangway.storage import documents
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept
@@ -106,7 +107,7 @@ def test_a_configuration_names_its_run(run_dir, tmp_path, capsys):
     config = tmp_path / "job.yaml"
     config.write_text(f"storage: {tmp_path}\ndata: {{paths: [{__file__}]}}\nmax_num_steps: 9\n")
     assert [row["step"] for row in ask(capsys, config)[1]] == [4, 8]
-    assert checkpoints.main([str(config), "name=other"]) == checkpoints.EXIT_REFUSED
+    assert checkpoints.main([str(config), "name=other"]) == EXIT_REFUSED
     assert "was not started yet" in capsys.readouterr().err
 
 
@@ -117,7 +118,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, made, message):
     folder = tmp_path / "x"
     if made:
         folder.mkdir()
-    assert checkpoints.main([str(folder)]) == checkpoints.EXIT_REFUSED
+    assert checkpoints.main([str(folder)]) == EXIT_REFUSED
     assert message in capsys.readouterr().err
 
 
@@ -159,7 +160,7 @@ def test_a_loss_is_accepted_by_saying_so(run_dir, capsys):
 def test_no_loss_is_accepted_while_the_run_goes_on(run_dir, capsys):
     held = lease.acquire(str(run_dir), "a")
     commit(run_dir, 12)
-    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_REFUSED
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == EXIT_REFUSED
     held.release()
     assert "is in use" in capsys.readouterr().err
     assert row_of(run_dir).newest().step == 12

@@ -11,6 +11,7 @@ import pytest
 
 from cluster.agent.child_process import child_env
 from cluster.hosts import compiler_flags
+from gangway.program import EXIT_REFUSED
 from orchestrator.commands import compile as command
 from orchestrator.config.job import load
 from orchestrator.planning.child import Child
@@ -188,7 +189,7 @@ def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
             ),
         ]
     )
-    assert status == command.EXIT_REFUSED
+    assert status == EXIT_REFUSED
     assert re.search(r"does not fit in the memory of a device: .*\(\d+\.\d+G\) exceeds .*\(15\.75G\)", capsys.readouterr().err)
 
 
@@ -222,7 +223,7 @@ def test_the_policy_that_was_chosen_and_the_memory_of_the_host_have_lines():
 
 def test_a_wrong_configuration_is_reported(capsys):
     status = command.main([str(ROOT / "configs" / "tiny.yaml"), "mesh.tensor=3"])
-    assert status == command.EXIT_REFUSED
+    assert status == EXIT_REFUSED
     assert "does not fit" in capsys.readouterr().err
 
 

@@ -7,12 +7,13 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gangway.program import program
+from gangway.program import PACKAGES, program
 from orchestrator import gangway
 from orchestrator.gangway import COMMANDS
 from orchestrator.shipped import files
@@ -54,7 +55,7 @@ def test_a_command_gets_its_words_and_its_status_is_returned(name, called, monke
 def test_every_program_is_a_command():
     programs = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for package in gangway.PACKAGES
+        for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
         if any(is_guard(node) for node in ast.parse(path.read_text()).body)
     }
@@ -155,6 +156,7 @@ def test_a_working_folder_that_was_deleted_is_reported(monkeypatch, capsys, call
 @pytest.mark.parametrize("name", ["trainers.py", "cluster/__init__.py", "orchestrator/__init__.py"])
 def test_a_module_that_hides_a_package_of_gangway_is_refused(name, monkeypatch, tmp_path, capsys, called):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as `python -m` and `gangway.script` do
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.touch()
@@ -163,8 +165,20 @@ def test_a_module_that_hides_a_package_of_gangway_is_refused(name, monkeypatch, 
     assert called == []
 
 
+@pytest.mark.parametrize("module", ["orchestrator.run", "orchestrator.plan", "trainers.run"])
+def test_python_m_refuses_it_too(module, tmp_path):
+    (tmp_path / "cluster.py").touch()
+    line = [sys.executable, "-m", module, "CONFIG"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path}/cluster.py hides the package 'cluster' of gangway: ")
+
+
 def test_a_folder_without_code_hides_nothing(monkeypatch, tmp_path, called):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "nodes.yaml").touch()
     assert gangway.main(["run", "CONFIG"]) == 7
@@ -181,10 +195,10 @@ def test_in_a_folder_with_the_source_that_source_runs(monkeypatch, tmp_path, cal
     monkeypatch.chdir(ROOT)
     assert gangway.main(["run", "CONFIG"]) == 7  # it is this source
     monkeypatch.chdir(tmp_path)
-    for package in gangway.PACKAGES:
+    for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "orchestrator" / "gangway.py").touch()
+    (tmp_path / "gangway" / "program.py").touch()
     with pytest.raises(Replaced) as replaced:
         gangway.main(["run", "CONFIG", "a=b"])
     assert replaced.value.args[0] == (sys.executable, [sys.executable, "-m", "orchestrator.gangway", "run", "CONFIG", "a=b"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
 from orchestrator.commands import profile
 from orchestrator.config.locate import NoRunError
@@ -156,7 +157,7 @@ def test_a_narrow_terminal_shows_what_matters_most(start, storage):
 @pytest.mark.parametrize("place", ["nowhere", "empty"])
 def test_where_there_is_no_run_is_an_error(tmp_path, capsys, place):
     (tmp_path / "empty").mkdir()
-    assert status.main([str(tmp_path / place)]) == status.EXIT_REFUSED
+    assert status.main([str(tmp_path / place)]) == EXIT_REFUSED
     assert "error: " in capsys.readouterr().err
 
 
@@ -230,7 +231,7 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     assert told.endswith("\n  log tail\n    last\n    words\n"), "the end of a log is lines, and no list"
     assert told.count("17") == 1, "the step is told once"
     assert "first step 0.50\u00a0s" in told
-    assert incidents.main([run, "--number", "3"]) == incidents.EXIT_REFUSED
+    assert incidents.main([run, "--number", "3"]) == EXIT_REFUSED
     assert "the run has 2 incidents" in capsys.readouterr().err
 
 
@@ -246,14 +247,14 @@ def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsy
     path = storage / "a" / "incidents.jsonl"
     line = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
     path.write_text(json_text.seal(line | {"format": 99}, None))
-    assert incidents.main([str(storage / "a")]) == incidents.EXIT_REFUSED
+    assert incidents.main([str(storage / "a")]) == EXIT_REFUSED
     assert "was written by a newer gangway" in capsys.readouterr().err
 
 
 def test_a_damaged_record_of_the_gang_is_reported_by_profile(start, storage, capsys):
     end(start("a"), "finished")
     (storage / "a" / "gang.json").write_text("{")
-    assert profile.main([str(storage / "a")]) == profile.EXIT_REFUSED
+    assert profile.main([str(storage / "a")]) == EXIT_REFUSED
     assert "gang.json: damaged" in capsys.readouterr().err
 
 
@@ -265,7 +266,7 @@ def log(run_dir, host, text, name="process-1-0001.log"):
 
 def test_the_last_lines_of_the_newest_logs(start, storage, capsys):
     run_dir = start("a").run_dir
-    assert logs.main([run_dir]) == logs.EXIT_REFUSED
+    assert logs.main([run_dir]) == EXIT_REFUSED
     assert "no logs yet" in capsys.readouterr().err
     log(run_dir, 0, "old\n", "process-1-0000.log")
     os.utime(Path(run_dir, "logs", "host-0000", "process-1-0000.log"), (1, 1))
@@ -277,7 +278,7 @@ def test_the_last_lines_of_the_newest_logs(start, storage, capsys):
     assert [line for line in lines if not line.startswith("==>")] == ["two", "three ·[2J", "four"]
     assert logs.main([run_dir, "--host", "3"]) == 0
     assert "four" in capsys.readouterr().out
-    assert logs.main([run_dir, "--host", "1"]) == logs.EXIT_REFUSED
+    assert logs.main([run_dir, "--host", "1"]) == EXIT_REFUSED
     assert "no log of host 1; there are those of: 0, 3" in capsys.readouterr().err
 
 

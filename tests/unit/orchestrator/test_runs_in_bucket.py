@@ -7,6 +7,7 @@ import time
 import pytest
 
 from gangway.errors import CheckpointUnavailableError
+from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept, Row
@@ -127,7 +128,7 @@ def test_the_newest_logs_are_shown_and_followed(storage, capsys):
     (logs_of / "process-2.log").put(b"one\ntwo\n")
     (log,) = logs.newest(f"{storage}/a", 3)
     assert list(logs._added(log, sizes)) == ["two"]
-    assert logs.main([f"{storage}/a", "--host", "1"]) == logs.EXIT_REFUSED
+    assert logs.main([f"{storage}/a", "--host", "1"]) == EXIT_REFUSED
     assert "no log of host 1; there are those of: 3" in capsys.readouterr().err
 
 

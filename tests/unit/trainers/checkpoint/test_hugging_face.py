@@ -65,7 +65,7 @@ def changed(tmp_path, change):
 @pytest.mark.parametrize("folder", sorted(PARITY.iterdir()), ids=lambda folder: folder.name)
 @pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("tensor", "fsdp")])
 def test_every_device_gets_its_part_of_each_family(folder, axes):
-    found = weights.look(weights.find(str(folder)))
+    found = weights.open_model(weights.find(str(folder)))
     expected = parameters_of(folder)
     assert found.parameters.keys() == expected.keys()
     arrays = weights.read(found, {name: name for name in expected}, shardings(found.parameters, axes))
@@ -75,7 +75,7 @@ def test_every_device_gets_its_part_of_each_family(folder, axes):
 
 
 def test_the_parts_are_read_and_not_the_whole(monkeypatch):
-    found, read = weights.look(place_of(PARITY / "llama3")), []
+    found, read = weights.open_model(place_of(PARITY / "llama3")), []
     original = tensor_files.read
 
     def watched(*given):
@@ -100,7 +100,7 @@ def test_several_files_with_an_index_are_one_model(tmp_path):
         save_file({name: tensors[name] for name in part}, folder / file)
     weight_map = {name: file for file, part in files.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = weights.look(weights.find(str(folder)))
+    found = weights.open_model(weights.find(str(folder)))
     arrays = weights.read(found, {name: name for name in found.parameters}, shardings(found.parameters))
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, parameters_of(PARITY / "llama3")[name])
@@ -184,7 +184,7 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
         tensors["model.layers.1.input_layernorm.weight"] = np.ones(5, np.float32)
 
     with pytest.raises(CheckpointError) as raised:
-        weights.look(place_of(changed(tmp_path, change)))
+        weights.open_model(place_of(changed(tmp_path, change)))
     for text in (
         "model.layers.1.mlp.up_proj.weight is missing",
         "model.layers.0.mlp.up_proj.bias is left over",
@@ -198,7 +198,7 @@ def test_old_files_have_frequencies_besides(tmp_path):
     def change(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
 
-    assert "layers.up" in weights.look(place_of(changed(tmp_path, change))).parameters
+    assert "layers.up" in weights.open_model(place_of(changed(tmp_path, change))).parameters
 
 
 def with_a_head(tmp_path, change):
@@ -218,7 +218,7 @@ def last_row_changed(head):
 
 def test_a_tied_table_may_be_there_twice_if_both_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(hugging_face, "COMPARED_BYTES", 1024)  # several parts
-    assert "unembed" not in weights.look(place_of(with_a_head(tmp_path, lambda head: head))).parameters
+    assert "unembed" not in weights.open_model(place_of(with_a_head(tmp_path, lambda head: head))).parameters
 
 
 @pytest.mark.parametrize("change", [last_row_changed, lambda head: head[:-1], lambda head: head.astype(np.float16)])
@@ -226,7 +226,7 @@ def test_another_table_than_the_one_that_it_is_tied_to_is_refused(tmp_path, chan
     folder = with_a_head(tmp_path, change)
     said = r"model: lm_head\.weight is not model\.embed_tokens\.weight, and config\.json says .* one \(tie_word_embeddings\)"
     with pytest.raises(CheckpointError, match=said):
-        weights.look(place_of(folder))
+        weights.open_model(place_of(folder))
 
 
 def test_a_cut_file_is_named(tmp_path):
@@ -234,11 +234,11 @@ def test_a_cut_file_is_named(tmp_path):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole file of safetensors"):
-        weights.look(place_of(folder))
+        weights.open_model(place_of(folder))
 
 
 def test_another_model_is_reported_by_its_shapes():
-    found = weights.look(place_of(PARITY / "llama3"))
+    found = weights.open_model(place_of(PARITY / "llama3"))
     other = {name: (*stored.shape[:-1], 7) for name, stored in found.parameters.items()}
     with pytest.raises(CheckpointError, match=r"embed is \[64, 32\] there and \[64, 7\] here"):
         weights.match(found, other, InitConfig(path="x"))
@@ -248,8 +248,9 @@ def test_other_weights_have_another_digest(tmp_path):
     def change(tensors):
         tensors["model.norm.weight"][0] += 1
 
-    assert weights.look(place_of(changed(tmp_path, change))).digest() != weights.look(place_of(PARITY / "llama3")).digest()
-    assert weights.look(place_of(PARITY / "llama3")).digest() == weights.look(place_of(PARITY / "llama3")).digest()
+    llama = weights.open_model(place_of(PARITY / "llama3")).digest()
+    assert weights.open_model(place_of(changed(tmp_path, change))).digest() != llama
+    assert llama == weights.open_model(place_of(PARITY / "llama3")).digest()
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3", "gpt2"])
@@ -307,14 +308,14 @@ def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
         np.testing.assert_array_equal(value, expected[tensor])
     # As it was, with names that no setting of ours has.
     assert json.loads((out / "config.json").read_text()) == json.loads((PARITY / name / "config.json").read_text())
-    again = weights.look(weights.find(str(out)))
+    again = weights.open_model(weights.find(str(out)))
     arrays = weights.read(again, {leaf: leaf for leaf in again.parameters}, shardings(again.parameters))
     assert_equal(parameters_of(PARITY / name), arrays)
 
 
 def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
     """A list of the tensors of all layers would be the parameter once more."""
-    found, alive, most = weights.look(place_of(PARITY / "llama3")), weakref.WeakSet(), []
+    found, alive, most = weights.open_model(place_of(PARITY / "llama3")), weakref.WeakSet(), []
     original = tensor_files.read
 
     class Part(np.ndarray):

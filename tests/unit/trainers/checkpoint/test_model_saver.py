@@ -14,14 +14,13 @@ from gangway.storage.opening import place_of
 from tests.programs import checkpointing
 from tests.programs.processes import PATIENCE_S
 from tests.saved import saved
-from tests.unit.trainers.checkpoint.test_retention import BEST, SIX, lie_in, shapes_of_parameters
+from tests.unit.trainers.checkpoint.test_retention import BEST, SIX, lie_in, model_at
 from tests.unit.trainers.loop.test_skipped_batches import Poison
 from tests.unit.training import FIXED, StopAt, of, trainer
 from trainers import runtime
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.savers import ModelSaver
-from trainers.checkpoint.standalone import load_model
 from trainers.trainer.assembly import assemble
 from trainers.trainer.beginnings import beginning
 
@@ -111,7 +110,7 @@ def test_a_model_and_a_checkpoint_are_saved_at_the_same_time(tmp_path):
     manager.save_model(1, state, meta)
     manager.wait()
     assert lie_in(folder) == (["1"], ["1"])
-    params, _ = load_model(str(saved(tmp_path, 1, "models")), shapes_of_parameters())
+    params, _ = model_at(saved(tmp_path, 1, "models"))
     assert checkpointing.same(params, state.params)
     assert len(os.listdir(tmp_path / "models")) == 1
 

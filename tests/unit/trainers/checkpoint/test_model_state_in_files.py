@@ -55,7 +55,7 @@ def test_a_saved_state_is_loaded_on_any_mesh(trained, tmp_path, mesh):
 @pytest.mark.slow("compiles a step and trains")
 def test_a_model_alone_has_its_statistics_and_evaluates_as_the_whole_checkpoint_does(trained, tmp_path):
     model = saved(run_folder(trained), 6, "models")
-    found = weights.look(place_of(model))
+    found = weights.open_model(place_of(model))
     assert {"norm.mean", "norm.var", "norm.scale"} <= set(found.parameters)
     for source in (model, trained.output.checkpoint_path):
         (result,) = evaluate.evaluate(trainer(tmp_path, **ONE_CHECKPOINT), str(source))

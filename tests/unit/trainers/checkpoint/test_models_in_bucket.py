@@ -21,7 +21,7 @@ from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import carried, export, hugging_face, layout, model_files, tensor_files, weights
 from trainers.checkpoint.export import from_safetensors, to_safetensors
-from trainers.checkpoint.standalone import load_from, load_model
+from trainers.checkpoint.standalone import load_from
 from trainers.commands import generate, saved_models
 from trainers.config import FrozenConfig, InitConfig, LoraConfig
 from trainers.loop import start_from
@@ -74,11 +74,11 @@ def numbers(found, name):
 
 def test_a_run_stands_for_its_newest_checkpoint_and_its_arrays_are_read_there(bucket, run):
     url, state = run
-    found = weights.look(weights.find(url))
+    found = weights.open_model(weights.find(url))
     assert found.path.name.startswith("8-")
     np.testing.assert_array_equal(numbers(found, "embed"), np.asarray(state.params["embed"]))
-    arrays, meta = load_model(str(found.path), arrays_of_model(checkpointing.abstract(state).params, {}))
-    assert meta["batch_index"] == 8
+    arrays = weights.load(found, arrays_of_model(checkpointing.abstract(state).params, {}))
+    assert found.meta["batch_index"] == 8
     np.testing.assert_array_equal(arrays["half"], state.params["half"])
 
 
@@ -104,7 +104,7 @@ def test_a_whole_state_is_loaded(bucket, run):
 def test_an_outage_lets_no_older_one_win_and_is_not_absence(bucket, run, match, do):
     bucket.proxy.faults[:] = [Fault(match, do)]
     with pytest.raises(CheckpointUnavailableError) as error:
-        weights.look(weights.find(run[0]))
+        weights.open_model(weights.find(run[0]))
     assert not isinstance(error.value, CheckpointMissingError)
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_one_is_named_and_a_run_stands_for_its_newest_whole_one(bucket
     path = weights.find(url)
     (path / "meta.json").put(b"{}")
     with pytest.raises(CheckpointUnavailableError, match=r"8-.* is not whole: meta\.json"):
-        weights.look(path)
+        weights.open_model(path)
     assert weights.find(url).name.startswith("4-")
 
 
@@ -138,7 +138,7 @@ def test_what_a_bucket_has_not_or_does_not_tell_is_an_error_before_a_machine_is_
     doubts: list[str] = []
 
     def seen(url):
-        seen_from_here("init_from", url, lambda: weights.look(weights.find(url)), doubts)
+        seen_from_here("init_from", url, lambda: weights.open_model(weights.find(url)), doubts)
 
     with pytest.raises(UsageError, match=r"init_from: there is no gs://.*/nowhere"):
         seen(f"{bucket.url()}/nowhere")
@@ -157,7 +157,7 @@ def test_what_a_bucket_has_not_or_does_not_tell_is_an_error_before_a_machine_is_
 
 
 def test_a_folder_of_hugging_face_is_read_as_on_a_disk(llama):
-    there, here = weights.look(weights.find(llama)), weights.look(weights.find(str(LLAMA)))
+    there, here = weights.open_model(weights.find(llama)), weights.open_model(weights.find(str(LLAMA)))
     assert there.parameters == here.parameters
     assert there.digest() == here.digest()
     for name in here.parameters:
@@ -182,7 +182,7 @@ def test_a_file_that_is_cut_is_named(llama, size):
     place = place_of(llama) / "model.safetensors"
     place.put(place.get()[:size])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole file of safetensors"):
-        weights.look(weights.find(llama))
+        weights.open_model(weights.find(llama))
 
 
 def test_a_file_that_is_replaced_by_a_shorter_one_meanwhile_is_not_taken(llama):
@@ -197,7 +197,7 @@ def test_an_outage_is_not_a_folder_without_weights(bucket, llama):
     for match in ("config.json", "model.safetensors"):
         bucket.proxy.faults[:] = [Fault(match, "503")]
         with pytest.raises(CheckpointUnavailableError) as error:
-            weights.look(weights.find(llama))
+            weights.open_model(weights.find(llama))
         assert not isinstance(error.value, CheckpointMissingError)
 
 

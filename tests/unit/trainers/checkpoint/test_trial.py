@@ -10,7 +10,7 @@ import pytest
 
 from gangway.storage.opening import place_of
 from tests.programs import checkpointing
-from trainers.checkpoint import array_io, layout, trial, whole
+from trainers.checkpoint import array_io, layout, trial, weights
 from trainers.checkpoint.array_io import ArrayFiles
 
 
@@ -39,10 +39,8 @@ def test_a_parameter_of_size_zero_is_saved_and_comes_back(folder):
     restored = checkpointing.manager(folder).restore(checkpointing.abstract(state)).state
     assert checkpointing.same(restored, state)
     assert restored.params["layer"]["none"].sharding == state.params["layer"]["none"].sharding
-    arrays, _ = whole.read(layout.at(place_of(folder), 3))
-    assert arrays["layer"]["none"].shape == (0, 4)
-    shapes, read_one, _ = whole.open_parameters(layout.at(place_of(folder), 3))
-    assert read_one("layer.none").shape == shapes["layer.none"][0] == (0, 4)
+    found = weights.open_whole(layout.at(place_of(folder), 3))
+    assert found.here("layer.none").shape == found.parameters["layer.none"].shape == (0, 4)
 
 
 def refuse_halves(monkeypatch):

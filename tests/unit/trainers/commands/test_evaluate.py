@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from gangway.config.yaml_source import ConfigError
+from gangway.storage.opening import place_of
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 from tests.saved import saved
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers.base import BaseTrainer
+from trainers.checkpoint.weights import Weights
 from trainers.commands import evaluate, saved_models
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.export import to_safetensors
@@ -141,9 +143,7 @@ def test_the_class_of_the_arguments_is_recorded_and_what_was_masked_is_asked_for
     arguments = More(name="run", storage=str(tmp_path), max_num_steps=1, extra=3)
     recorded = recorded_arguments(arguments)
     assert recorded["arguments_class"] == HERE + "More"
-    monkeypatch.setattr("trainers.checkpoint.manifest.read_meta", lambda path: recorded)
-    (tmp_path / "meta.json").touch()
-    monkeypatch.setattr("trainers.checkpoint.weights.find", lambda source: tmp_path)
+    monkeypatch.setattr(saved_models, "look", lambda source: Weights(place_of(tmp_path), {}, "", meta=recorded))
     assert saved_models.recorded_with("run", ["seed=4"]) == dataclasses.replace(arguments, seed=4)
     recorded["arguments"]["data"]["paths"] = ["s3://***@bucket/a"]
     with pytest.raises(ConfigError, match=r"data\.paths\[0\]: masked, for it had a secret; give data\.paths=\[VALUE, \.\.\.\]"):

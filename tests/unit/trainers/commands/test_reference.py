@@ -18,7 +18,6 @@ from tests.unit.records import ListRecords
 from tests.unit.training import of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import weights
-from trainers.checkpoint.standalone import load_model
 from trainers.commands import reference
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
@@ -100,7 +99,7 @@ def test_the_command_writes_the_log_probabilities_of_the_reference_beside_the_re
 def model_of(run):
     made = BaseTrainer(from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1, "model": MODEL}))
     made.configure_model()
-    return made.model.merge(load_model(str(weights.find(str(run))), made.assembly.model_arrays)[0])
+    return made.model.merge(weights.load(weights.open_model(weights.find(str(run))), made.assembly.model_arrays))
 
 
 def log_p(model, row):

@@ -34,6 +34,18 @@ def test_a_batch_has_the_same_rows_at_any_number_of_devices(num_devices, accumul
     assert np.isin(np.asarray(batch["sample_id"]), range(24, 32)).all()  # padding is made of ordinary examples
 
 
+def test_what_is_read_before_training_begins_is_what_training_gets():
+    read = []
+    ahead = loader(1, read=lambda index: read.append(index) or Numbers(96, 4)[index])
+    ahead.begin(3)
+    ahead._threads.submit(lambda: None).result()
+    assert {24, 25, 26} <= set(read)
+    assert set(real_rows(ahead.batch(3)).values()) == {*range(24, 32)}
+    assert set(real_rows(ahead.batch(4)).values()) == {*range(32, 40)}
+    assert len(read) == len(set(read))
+    assert set(real_rows(ahead.batch(0)).values()) == {*range(8)}  # a seek: what was read ahead is dropped
+
+
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_a_held_out_set_is_read_once_with_padding_of_both_kinds(num_devices):
     batches = list(loader(num_devices, num_examples=21).epoch())

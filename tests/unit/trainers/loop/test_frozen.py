@@ -136,7 +136,7 @@ def test_the_teacher_of_a_decoder_may_be_a_folder_of_another_family(tmp_path):
     made = arguments(tmp_path, task="trainers.tasks.causal_lm:CausalLMTask", frozen={"teacher": folder})
     model = frozen_models(load_object(made.task)(made), made)["teacher"]
     shapes = dict(zip(parameter_paths(model.shapes), (leaf.shape for leaf in jax.tree.leaves(model.shapes)), strict=True))
-    assert weights.match(weights.look(weights.find(folder)), shapes, InitConfig(path=folder)).keys() == shapes.keys()
+    assert weights.match(weights.open_model(weights.find(folder)), shapes, InitConfig(path=folder)).keys() == shapes.keys()
 
 
 def test_a_step_of_ones_own_has_no_frozen_weights(tmp_path, teacher):

@@ -132,12 +132,14 @@ def test_why_the_last_save_failed_is_said_at_the_end(saver, slept):
         saver.finish("state")
 
 
-def test_whether_a_state_can_be_saved_is_tried_before_the_first_step_of_a_new_run(tmp_path, events, monkeypatch):
+def test_whether_a_state_can_be_saved_is_known_before_the_second_step_of_a_new_run(tmp_path, events, monkeypatch):
     trainer(tmp_path / "before", max_num_steps=4).train()
+    before = of(events, "metrics")
     monkeypatch.setattr(trial, "problem", lambda abstract: ".params['embed']: nobody can write this")
     with pytest.raises(CheckpointError, match=r"\.params\['embed'\]: nobody can write this"):
         trainer(tmp_path).train()
-    assert of(events, "first_step") == of(events, "first_step")[:1]
+    assert [event["step"] for event in of(events, "first_step")] == [1, 1]
+    assert of(events, "metrics") == before
     # One that goes on has been saved before: nothing is tried again in a recovery.
     trainer(tmp_path / "before", max_num_steps=5).train()
     assert of(events, "first_step")[-1]["step"] == 5

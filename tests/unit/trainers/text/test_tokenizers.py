@@ -209,7 +209,7 @@ def test_a_run_carries_the_files_along_and_needs_the_folders_no_more(folder, tmp
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == SIZE
 
 
-def test_a_training_on_kept_tokens_imports_no_library_of_tokenizers(folder, tmp_path, cache):
+def test_a_training_on_kept_tokens_imports_no_library_of_tokenizers_and_none_of_checkpoints(folder, tmp_path, cache):
     paths = write(tmp_path / "texts", {"a": TEXT})
     text_windows(arguments(folder, paths))
     program = f"""
@@ -219,7 +219,7 @@ from trainers.base import BaseTrainer
 from trainers.data.sources.text import text_windows
 made = arguments({str(folder)!r}, {str(paths)!r}, storage={str(tmp_path)!r}, global_batch_size=2)
 BaseTrainer(made, *text_windows(made)).prepare()
-print(sorted({{"transformers", "tokenizers", "huggingface_hub"}} & sys.modules.keys()))
+print(sorted({{"transformers", "tokenizers", "huggingface_hub", "orbax", "tensorstore"}} & sys.modules.keys()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S

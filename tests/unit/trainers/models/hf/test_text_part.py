@@ -65,7 +65,7 @@ def test_what_belongs_to_neither_part_is_left_over(tmp_path):
 
 
 def test_that_the_encoder_is_left_out_is_reported():
-    assert weights.look(place_of(FOLDER)).about == "mistral of Hugging Face; its encoder of images is left out"
+    assert weights.open_model(place_of(FOLDER)).about == "mistral of Hugging Face; its encoder of images is left out"
 
 
 @pytest.mark.parametrize(
