@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from gangway.errors import UsageError
 from trainers import runtime
 from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, preprocessed, stack
+from trainers.data.epoch_order import EpochOrder
 from trainers.data.iterated_loader import IteratedLoader, as_loader, first_rows
 from trainers.data.loader import RandomAccess, Reader, StepAddressedLoader
 from trainers.loop.hooks import overrides
@@ -56,7 +57,8 @@ class Batching:
         """Returns the shapes of a batch as the step gets it."""
         dataset = self._trainer.dataset_train
         # One row is enough: all rows have the same shapes and types. Which comes first is asked when the loader reads it.
-        row = self._rows_of_loader() if dataset is None else self.rows_of(getattr(dataset, "examples", dataset), [0])
+        some = dataset.examples if isinstance(dataset, EpochOrder) else dataset
+        row = self._rows_of_loader() if some is None else self.rows_of(some, [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self.prepared_shapes(shapes, model)
         check_rows = getattr(self._trainer.task, "check_rows", None)

@@ -58,7 +58,7 @@ def ten_examples(arguments):
 
 
 def of_two_lengths(arguments):
-    return [{"tokens": np.zeros(17 + index % 2, np.int32)} for index in range(10)], None
+    return [{"tokens": np.zeros(18 - index % 2, np.int32)} for index in range(10)], None
 
 
 def columns(arguments):
