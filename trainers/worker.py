@@ -46,7 +46,7 @@ HEARTBEAT_INTERVAL_S = 0.1
 REQUESTS_INTERVAL_S = 60.0
 """How often it reports what was asked of buckets; also at its end."""
 FAILED_EXIT_CODE = 1
-IMPORTED_AHEAD = ("psutil", "encodings.idna", "orbax.checkpoint", "etils.epath")
+IMPORTED_AHEAD = ("psutil", "encodings.idna", "orbax.checkpoint", "etils.epath", "grain")
 """See `import_ahead`."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 
+STOP_LOOK_S = 0.5
+"""How often a wait looks whether a stop is asked for."""
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 CONFIG = "config.yaml"
@@ -52,14 +55,18 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
     clock = steady_clock()
     # Before the lease: a driver that is started again after the end must not open the launch once more.
     # The board's first: the storage may not have been able to take it.
-    outcome = board.outcome() or when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
-    if outcome is None:
-        try:
+    try:
+        outcome = board.outcome() or when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
+        if outcome is None:
             arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
             launch = when_storage_answers(lambda: open_launch(*arguments, lambda message: _warn(board, message)), board)
-        except (RunInUse, documents.StorageError) as error:
-            # To try again would only find the other launch, or the same document, again.
-            raise JobFailed(str(error)) from error
+    except StoppedBefore as stop:
+        board.conclude(stopped_before(launch_id, str(stop), board.stop_requested()))
+        return
+    except (RunInUse, documents.StorageError) as error:
+        # To try again would only find the other launch, or the same document, again.
+        raise JobFailed(str(error)) from error
+    if outcome is None:
         notifier = Notifier(
             config.notify, config.training.name, run_dir, message["started_at_s"], lambda text: _warn(message["board"], text)
         )
@@ -228,9 +235,19 @@ def steady_clock() -> Callable[[], float]:
     return lambda: began_s + time.monotonic() - monotonic_s
 
 
+class StoppedBefore(Exception):
+    """Somebody has asked for a stop before the run's storage could be read."""
+
+
+def stopped_before(launch_id: str, why: str, reason: str | None) -> dict[str, Any]:
+    """Returns the outcome of a launch that was stopped before it began. The storage cannot take it: the board has it alone."""
+    line = f"stopped on request before the run went on: {why}; nothing was trained, and what was saved is as it was"
+    return {"launch_id": launch_id, "status": "stopped", "stop_reason": reason, "error": None, "line": line, "unwritten": []}
+
+
 def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """Repeats `work` while the storage fails, for minutes. If the driver died of it, each time would use up one of its
-    restarts."""
+    """Repeats `work` while the storage fails, for minutes, as long as nobody asks for a stop. If the driver died of it, each time
+    would use up one of its restarts. Raises StoppedBefore, or OSError when it has waited long enough."""
     reported = False
     for delay_s in (*STORAGE_DELAYS_S, None):
         try:
@@ -239,9 +256,13 @@ def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Ca
             if delay_s is None:
                 raise
             if not reported:
-                _warn(board, f"the run's storage cannot be read, trying again: {error}")
+                minutes = sum(STORAGE_DELAYS_S) / 60
+                _warn(board, f"the run's storage cannot be read, trying again for {minutes:.0f} minutes: {error}")
             reported = True
-            sleep(delay_s)
+            for _ in range(math.ceil(delay_s / STOP_LOOK_S)):
+                if board.stop_requested():
+                    raise StoppedBefore(f"the run's storage could not be read: {error}") from error
+                sleep(min(delay_s, STOP_LOOK_S))
     raise AssertionError
 
 

@@ -154,6 +154,9 @@ class DataConfig(SourceConfig):
     examples: leaves that are no part of a batch; `build_data_transform` still sees them."""
     collator: str | None = None
     """A function from a list of examples to a batch, as `package.module:function` (`build_collator`). null: they are stacked."""
+    on_change: Literal["refuse", "continue"] = "refuse"
+    """What becomes of a run that goes on, and whose data is not what it has learned from: files that are new, gone, longer or
+    others. `continue`: it goes on with what is there, and a note says what has changed. Another tokenizer is always refused."""
     sources: tuple[str, ...] = ()
     """The names of the sources of the examples, if each example has a leaf `source` with an index into this list. Loss and
     tokens are then published for each source."""

@@ -123,6 +123,8 @@ class Saver:
     data_state: DataState
     frozen: Callable[[], Mapping[str, Any]] = dict
     """Returns which weights the state was trained with that it does not have (`trainers.checkpoint.weights.META`)."""
+    learned: Callable[[], Mapping[str, Any]] = dict
+    """Returns what the run learns from (`trainers.data.identity.KEY`)."""
 
     def save(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""
@@ -132,7 +134,7 @@ class Saver:
         if step == self.manager.last_saved_step:
             return  # a `saving` event here would never be followed by `saved`
         runtime.current().emit({"ev": "saving", "step": step})
-        self.manager.save(step, state, {**self.meta(step), **self.data_state.meta(step)}, patient=patient)
+        self.manager.save(step, state, {**self.meta(step), **self.learned(), **self.data_state.meta(step)}, patient=patient)
 
     def save_model(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts to save the parameters alone; training may continue at once."""

@@ -222,8 +222,11 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     going_on.check_rules(meta, trainer.arguments)
+    told = list[str]()
+    if problem := trainer.assembly.batching.identity.problem(meta, told.append)[0]:
+        raise UsageError(problem)
     changed = going_on.changes(meta, trainer.arguments, num_devices)
-    return {"step": meta["batch_index"], "notes": going_on.notes(meta["batch_index"], changed)}
+    return {"step": meta["batch_index"], "notes": [*going_on.notes(meta["batch_index"], changed), *told]}
 
 
 def has_begun(trainer: BaseTrainer) -> bool:

@@ -76,8 +76,11 @@ class Tokenizer(Protocol):
     def stop_texts(self) -> tuple[str, ...]:
         """Returns the texts that end a turn of the assistant, where that is no token of its own."""
 
+    def content(self) -> str:
+        """Returns the digest of its files."""
+
     def digest(self) -> str:
-        """Returns what tells this tokenizer from others."""
+        """Returns what tells this tokenizer from others, and from that of another version of the library that reads its files."""
 
 
 class Rendered(NamedTuple):
@@ -166,6 +169,9 @@ class ByteTokenizer:
 
     def stop_texts(self) -> tuple[str, ...]:
         return ()
+
+    def content(self) -> str:
+        return BYTES
 
     def digest(self) -> str:
         return BYTES
@@ -379,15 +385,17 @@ class FolderTokenizer:
         tokens = self.encode_rendered(end).tokens
         return () if not end or {*tokens[-1:]} <= {*self.stop_ids()} else (end,)
 
-    def digest(self) -> str:
-        # Another version of the libraries may take the same files otherwise.
-        about = f"{version('transformers')} {version('tokenizers')} {self.day}"
-        digest = hashlib.sha256(f"{about} {json.dumps(dict(self.defaults))}".encode() if self.defaults else about.encode())
-        folder = Path(self.source)
+    def content(self) -> str:
+        digest, folder = hashlib.sha256(), Path(self.source)
         for path in (*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob(f"{MORE_TEMPLATES}/*"))):
             if path.is_file():
                 digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
         return digest.hexdigest()
+
+    def digest(self) -> str:
+        # Another version of the libraries may take the same files otherwise.
+        about = [version("transformers"), version("tokenizers"), str(self.day), dict(self.defaults), self.content()]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 class FileTokenizer:
@@ -450,8 +458,11 @@ class FileTokenizer:
     def stop_texts(self) -> tuple[str, ...]:
         return ()
 
+    def content(self) -> str:
+        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+
     def digest(self) -> str:
-        return hashlib.sha256(version("tokenizers").encode() + Path(self.source).read_bytes()).hexdigest()
+        return hashlib.sha256(f"{version('tokenizers')} {self.content()}".encode()).hexdigest()
 
 
 def reset(tokenizer: Any) -> Any:

@@ -123,7 +123,7 @@ class Assembly:
         if self._is_prepared:
             return
         self.design.prepare(is_own=self._replaces("configure_model"))
-        _ = self.design.loss_layout, self.validation.datasets
+        _ = self.design.loss_layout, self.validation.datasets, self.batching.identity
         # Once: each evaluation comes here, and the check asks for a user's metrics.
         score.check(self._trainer)
         self._is_prepared = True

@@ -102,6 +102,8 @@ class BaseTrainer:
         self.dtype, self.param_dtype = jax.numpy.dtype(arguments.dtype), jax.numpy.dtype(arguments.param_dtype)
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
+        self.reads_files = type(dataset_train).__module__.startswith("trainers.data.")
+        """Whether the data was made of the files that `arguments.data` names."""
         self.callbacks = CallbackList()
         for callback in (Profiler(arguments.profile, os.path.join(arguments.run_folder, arguments.profile.folder)), *callbacks):
             self.callbacks.add(callback)

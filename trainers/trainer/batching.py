@@ -15,6 +15,7 @@ from gangway.errors import UsageError
 from trainers import runtime
 from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, preprocessed, stack
 from trainers.data.epoch_order import EpochOrder
+from trainers.data.identity import Identity
 from trainers.data.iterated_loader import IteratedLoader, as_loader, first_rows
 from trainers.data.loader import RandomAccess, Reader, StepAddressedLoader
 from trainers.loop.hooks import overrides
@@ -33,6 +34,12 @@ class Batching:
         self._given_loaders: TrainerConfigureDataloaderOutput | None = None
         self._calls_hooks = False
         """Whether a loader was made that calls the trainer's hooks."""
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the run learns from, as it is when the trainer is made."""
+        trainer = self._trainer
+        return Identity(trainer.arguments, (trainer.dataset_train, trainer.dataset_eval), reads_files=trainer.reads_files)
 
     # ------------------------------------------------------------------ examples
 

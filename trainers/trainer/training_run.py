@@ -78,6 +78,9 @@ class TrainingRun:
         if frozen is not None:
             frozen.begin()  # on a thread too
         state = resume.newest()
+        # Before the assets are kept: those of another tokenizer would take the places of the run's own.
+        is_shared = getattr(self.parts.loaders.dataloader_train, "is_shared", True)
+        trainer.assembly.batching.identity.check(resume.meta, host.note, is_shared=is_shared)
         self._finish_frozen(resume.meta)
         self._keep_assets()
         if isinstance(trainer.dataset_train, HasNotes) and not resume.meta:
@@ -201,6 +204,7 @@ class TrainingRun:
             self._time_used,
             DataState(parts.loaders.dataloader_train, self.arguments.global_batch_size, note_from_host0),
             lambda: {} if frozen is None else frozen.origins,
+            trainer.assembly.batching.identity.recorded,
         )
 
     def _build_reporter(self) -> MetricsReporter:

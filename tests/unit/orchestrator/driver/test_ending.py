@@ -16,7 +16,7 @@ from orchestrator.reporting.board import Board
 from orchestrator.run_state import summary
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.launch import open_launch
-from orchestrator.run_state.outcome import read_outcome
+from orchestrator.run_state.outcome import EXIT_STOPPED, read_outcome
 from orchestrator.tracking.config import TrackingConfig
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import World
@@ -295,6 +295,27 @@ def test_a_driver_that_ray_train_starts_again_finds_the_end_where_the_storage_co
     message["board"].conclude({"status": "failed", "error": "a mistake"})
     with pytest.raises(JobFailed, match="a mistake"):
         drive(message, SimpleNamespace())
+
+
+@pytest.mark.parametrize("unread", ["read_outcome", "open_launch"])
+def test_a_stop_is_heeded_while_the_storage_cannot_be_read(job, monkeypatch, unread):
+    board, slept = Board(), []
+
+    def gone(*args):
+        raise OSError(errno.EIO, "the server is away")
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if sum(slept) >= 20:
+            board.request_stop("interrupted")
+
+    monkeypatch.setattr(main, unread, gone)
+    monkeypatch.setattr(main.when_storage_answers, "__defaults__", (sleep,))
+    drive({"config": job, "run_dir": job.run_dir, "launch_id": "here", "board": board, "started_at_s": 0.0}, SimpleNamespace())
+    assert sum(slept) < 20 + main.STOP_LOOK_S  # of ten minutes
+    assert exit_status(board.outcome(), None, None) == EXIT_STOPPED
+    assert "stopped on request before the run went on: the run's storage could not be read: " in board.outcome()["line"]
+    assert [event["message"] for event in board.read(0, 0)[1] if "trying again for 10 minutes" in event.get("message", "")]
 
 
 def test_a_storage_that_cannot_be_read_hides_no_end(job, monkeypatch, tmp_path):
