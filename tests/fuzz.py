@@ -34,6 +34,7 @@ KINDS = {
     "configs": f"{HF}/test_random_configs.py::test_many_files_are_read_as_transformers_reads_them_or_refused",
     "models": f"{HF}/test_random_configs.py::test_many_models_are_written_as_transformers_reads_them_or_refused",
     "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
+    "changed_data": f"{DATA}/test_identity.py::test_each_of_many_random_changes_is_named_and_nothing_else",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
     "owners_on_disk": f"{OWNERS}::test_many_drivers_take_a_run_on_a_disk_from_each_other",
     "owners_in_bucket": f"{OWNERS}::test_many_drivers_take_a_run_in_a_bucket_from_each_other",

@@ -250,9 +250,9 @@ def read(
 
 
 def load(weights: Weights, wanted: Any) -> Any:
-    """Returns the parameters in the tree of a model, as arrays with the shardings of `wanted`, in one process. Their contents are
-    checked where they have fingerprints. Raises CheckpointError if they are not those of the model, or cannot be read, and
-    CheckpointUnavailableError if a bucket does not answer, or they are not what was saved."""
+    """Returns the parameters in the tree of a model, as arrays with the shardings and the types of `wanted`, in one process.
+    Their contents are checked where they have fingerprints. Raises CheckpointError if they are not those of the model, or cannot
+    be read, and CheckpointUnavailableError if a bucket does not answer, or they are not what was saved."""
     leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
     pairs = match(weights, {name: leaf.shape for name, leaf in leaves.items()}, InitConfig(path=str(weights.path)))
     shardings = {name: leaf.sharding for name, leaf in leaves.items()}
@@ -264,6 +264,8 @@ def load(weights: Weights, wanted: Any) -> Any:
     except Exception as error:  # Orbax raises whatever its layers raise
         raise CheckpointError(f"{weights.path} is not whole: {one_line(error)}") from error
     check(weights, pairs, arrays, replicated(next(iter(shardings.values())).mesh))
+    for name in arrays:  # one after the other: both kinds of all parameters need not fit
+        arrays[name] = arrays[name].astype(leaves[name].dtype)
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], wanted)
 
 

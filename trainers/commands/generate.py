@@ -272,17 +272,17 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     parts, shapes, axes = abstract_model(task, arguments.seed)
     mesh = meshes.make_mesh(MeshConfig(data=1, tensor=-1))
     places = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), shapes, axes)
-    wanted = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places)
+
+    def wanted(path: Any, leaf: Any, place: Any) -> Any:
+        # The router computes in float32.
+        dtype = leaf.dtype if parameter_path(path).endswith("router") else arguments.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+
     # Adapters are merged: a cache computes each of its products once for each token.
     found = opened.found if arguments.lora is None else weights.open_whole(opened.found.path)
-
-    def in_type(path: Any, leaf: Any) -> Any:
-        # The router computes in float32.
-        return leaf if parameter_path(path).endswith("router") else leaf.astype(arguments.dtype)
-
     return Generator(
         merge=lambda params: in_mode(parts.merge(params), training=False),
-        params=jax.tree_util.tree_map_with_path(in_type, weights.load(found, wanted)),
+        params=weights.load(found, jax.tree_util.tree_map_with_path(wanted, shapes, places)),
         mesh=mesh,
         decode=opened.texts.decode,
         sampling=sampling,

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gangway.errors import DataError, DataUnavailableError
+from tests import fuzz
 from tests.programs.processes import PATIENCE_S
 from tests.unit.training import of
 from trainers.base import BaseTrainer
@@ -49,8 +50,7 @@ def train(tmp_path, texts, steps=2, **data):
 
 
 def seen(tmp_path, texts, **data):
-    made = arguments(tmp_path, texts, **data)
-    found = Identity(made, text_windows(made), reads_files=True)
+    found = Identity(arguments(tmp_path, texts, **data), (range(96), range(4)), reads_files=True)
     found._digest({})
     return found
 
@@ -225,15 +225,55 @@ def test_a_checkpoint_does_not_wait_for_what_was_not_read_yet(tmp_path, texts):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_each_of_many_random_changes_is_found_and_nothing_else(tmp_path, texts, seed):
-    dice = random.Random(seed)
-    meta = meta_of(seen(tmp_path, texts), tmp_path, texts)
+def drawn(dice, texts):
+    """Writes random files, and returns what they are made of."""
     for path in texts.iterdir():
-        if dice.random() < 0.3:
-            os.utime(path)
-    chosen = dice.sample(CHANGES[:5], dice.randrange(4))  # `edit` and `replace` are of one file
-    expected = [change(texts) for change in chosen]
-    problem = seen(tmp_path, texts).problem(meta, pytest.fail)[0]
-    assert all(line in problem for line in expected)
-    assert bool(problem) == bool(expected)
+        path.unlink()
+    for number in range(dice.randrange(1, 8)):
+        name = f"{number}.{dice.choice(('txt', 'md', 'text'))}"
+        (texts / name).write_text(dice.choice(WORDS) * dice.randrange(8, 400))
+    return sorted(texts.iterdir())
+
+
+def changed(dice, path):
+    """Changes a file in a random way. Returns what is said of it; empty for a way that changes nothing of its contents."""
+    content, said = path.read_bytes(), ""
+    match dice.randrange(7):
+        case 0:
+            path.unlink()
+            said = f"{path.name} is gone"
+        case 1:
+            path.with_name(f"new-{path.name}").write_bytes(content)
+            said = f"new-{path.name} is new"
+        case 2:
+            path.write_bytes(content + b"!" * (more := dice.randrange(1, 99)))
+            said = f"{path.name} has {more} bytes more at its end, and the same before them"
+        case 3:
+            path.write_bytes(content[: (size := dice.randrange(len(content)))])
+            said = f"{path.name} had {len(content):,} bytes, and has {size:,}"
+        case 4:
+            at = dice.randrange(len(content))
+            path.write_bytes(content[:at] + b"#" + content[at + 1 :])
+            said = f"{path.name} has other contents"
+        case 5:
+            os.utime(path, ns=(0, dice.randrange(10**18)))
+        case _:
+            copy = path.with_name(".copy")
+            copy.write_bytes(content)
+            copy.replace(path)
+    return said
+
+
+def test_each_of_many_random_changes_is_named_and_nothing_else(tmp_path, texts):
+    dice = random.Random(fuzz.seed(1))
+    for _ in range(fuzz.count(20)):
+        files = drawn(dice, texts)
+        meta = meta_of(seen(tmp_path, texts), tmp_path, texts)
+        expected = {
+            line for path in dice.sample(files, dice.randrange(min(len(files), identity.SHOWN))) if (line := changed(dice, path))
+        }
+        if not any(texts.iterdir()):
+            continue
+        problem = seen(tmp_path, texts).problem(meta, pytest.fail)[0]
+        named = set(problem.removeprefix("the run has learned from other data: ").split("; ")) - {*identity.CONTINUE.split("; ")}
+        assert named - {""} == expected
