@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from gangway.surroundings import ensure_home
-from gangway.terminal import streams
+from gangway.terminal import arrived, streams
 
 Given = ParamSpec("Given")
 GANGWAY = "gangway"
 PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
-EXIT_FINE, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_FINE, EXIT_LOST, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -30,12 +30,13 @@ def program(module: str) -> str:
 
 
 def command(
-    *refusals: type[Exception], interrupted: str = "interrupted"
+    *refusals: type[Exception], interrupted: str = "interrupted", is_read: bool = False
 ) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
     """Makes a function the `main` of a command, whose exit status it returns. The command may write to its standard streams,
     whatever becomes of them, also the text of `--help`. An error of `refusals`, about which its user can do something, ends it
     with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; Ctrl-C with the line `interrupted` and
-    EXIT_INTERRUPTED."""
+    EXIT_INTERRUPTED. `is_read`: what it writes is what it was called for, and where that did not arrive, as on a full disk, it
+    ends with EXIT_LOST."""
 
     def decorated(main: Callable[Given, int]) -> Callable[Given, int]:
         @functools.wraps(main)
@@ -47,7 +48,8 @@ def command(
                     print(f"error: {problem}", file=sys.stderr)
                     return EXIT_REFUSED
                 try:
-                    return main(*args, **named)
+                    status = main(*args, **named)
+                    return EXIT_LOST if is_read and status == EXIT_FINE and not arrived() else status
                 except refusals as error:
                     from gangway.config.masking import masked  # the first line needs no package of ours
 

@@ -85,13 +85,19 @@ def shown(stream: TextIO | None, *, is_ours: bool = False, tries_again: bool = F
     if stream is not None:
         return Shown(stream, is_ours=is_ours, tries_again=tries_again)
     nowhere = Shown(open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
-    nowhere.lost = "there is none"
+    nowhere.lost, nowhere.reader_is_gone = "there is none", True
     return nowhere
 
 
 def nobody_looks() -> bool:
     """Returns whether standard output is lost: the end of a command that only shows how something goes on."""
     return isinstance(sys.stdout, Shown) and sys.stdout.lost is not None
+
+
+def arrived() -> bool:
+    """Returns whether standard output has taken all that was written. A reader that is gone wanted no more of it."""
+    sys.stdout.flush()
+    return not isinstance(sys.stdout, Shown) or sys.stdout.lost is None or sys.stdout.reader_is_gone
 
 
 @contextmanager

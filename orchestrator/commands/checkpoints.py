@@ -52,7 +52,7 @@ class Row:
     skipped_batches: list[int] = field(default_factory=list)
 
 
-@command(*REFUSALS, RunInUse)
+@command(*REFUSALS, RunInUse, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.commands.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
     parser.add_argument(

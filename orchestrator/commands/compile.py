@@ -22,7 +22,7 @@ from gangway.program import Parser, command
 EXIT_FITS, EXIT_FAILED = 0, 1
 
 
-@command(ConfigError)
+@command(ConfigError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("orchestrator.commands.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")

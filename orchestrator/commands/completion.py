@@ -35,7 +35,7 @@ COMPLETE = {"bash": KEYS, "zsh": KEYS, "fish": f"({KEYS})"}
 """What a shell calls for a setting: the function of `preamble`."""
 
 
-@command()
+@command(is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("orchestrator.commands.completion", __doc__, example="bash > gangway.bash")
     options.add_argument("shell", choices=tuple(COMPLETE))

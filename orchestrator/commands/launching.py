@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gangway.config.masking import masked
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
-from gangway.terminal import outlives_terminal
+from gangway.terminal import arrived, outlives_terminal
 from gangway.wire.console import Note, Status
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
@@ -70,7 +70,7 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
             config = load(path, overrides)
             if how.dry_run:
                 print(dry_run(config, how))
-                return EXIT_FINISHED
+                return EXIT_FINISHED if arrived() else EXIT_FAILED
             return launch(config, began_s, fresh=how.fresh)
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)

@@ -30,7 +30,7 @@ SMALLER = (
 """What makes a step need less memory, tried in this order where it does not fit."""
 
 
-@command(ValueError)
+@command(ValueError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("orchestrator.plan", __doc__.split("\n\n")[1], example="config.yaml --on v5e-256 --price 1.2")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")

@@ -33,7 +33,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
 
-@command(*REFUSALS)
+@command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.compare", "Runs side by side.", example="runs/first runs/second")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")

@@ -25,7 +25,7 @@ LOSS = "loss"
 Curves = dict[str, list[tuple[int, float]]]
 
 
-@command(*REFUSALS)
+@command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.history", "The course of a run's metrics.", example="runs/spirals loss eval_loss")
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)

@@ -26,7 +26,7 @@ from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 
 
-@command(*REFUSALS)
+@command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.", example="runs/spirals --number 1")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")

@@ -35,7 +35,7 @@ class Log(NamedTuple):
     """Bytes, as of the look."""
 
 
-@command(*REFUSALS)
+@command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
     parser = parser_of_run("orchestrator.runs.logs", about, example="runs/spirals --host 1 --follow")

@@ -39,7 +39,7 @@ STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "re
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
-@command(*REFUSALS)
+@command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.status", "How runs are, by their files alone.", example="runs --watch")
     parser.add_argument(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.trainer.base_trainer import BaseTrainer
 
 
-@command(UsageError, TransientError, ValueError, OSError)
+@command(UsageError, TransientError, ValueError, OSError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}", stream=sys.stderr)

@@ -46,7 +46,7 @@ class Result:
     rates: dict[str, float]
 
 
-@command(UsageError, TransientError, ValueError)
+@command(UsageError, TransientError, ValueError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)

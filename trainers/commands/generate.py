@@ -55,7 +55,7 @@ class Opened:
     """None: the model reads texts alone."""
 
 
-@command(UsageError, TransientError, ValueError, OSError, interrupted="")
+@command(UsageError, TransientError, ValueError, OSError, interrupted="", is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)

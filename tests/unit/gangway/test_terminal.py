@@ -189,7 +189,7 @@ IN_A_COMMAND = """
 import os, subprocess, sys
 from gangway.program import command
 
-@command()
+@command(%s)
 def main():
     %s
 
@@ -197,9 +197,9 @@ sys.exit(main())
 """
 
 
-def exit_status(tmp_path, body, redirection):
+def exit_status(tmp_path, body, redirection, how=""):
     """Returns the exit status of a command with this body, and what it wrote to standard error."""
-    (tmp_path / "program.py").write_text(IN_A_COMMAND % body)
+    (tmp_path / "program.py").write_text(IN_A_COMMAND % (how, body))
     line = f'"{sys.executable}" program.py {redirection}; exit ${{PIPESTATUS[0]}}'
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = run(["bash", "-c", line], cwd=tmp_path, env={**buffered, "PYTHONPATH": str(ROOT)})
@@ -210,6 +210,34 @@ TOLD = "not all could be shown: standard output cannot be written: No space left
 LITTLE, MUCH = "print('a line'); return 7", "print('a line\\n' * 20000); return 7"
 OPENS = "file = os.open('file', os.O_CREAT | os.O_WRONLY); print('text', flush=True); os._exit(7 if file > 2 else 1)"
 HAS_A_CHILD = "print('a line\\n' * 20000, flush=True); return subprocess.call(['bash', '-c', 'echo from the child'])"
+
+
+IS_READ = [
+    *("orchestrator.runs.status", "orchestrator.runs.history", "orchestrator.runs.compare", "orchestrator.runs.incidents"),
+    *("orchestrator.runs.logs", "orchestrator.commands.checkpoints", "orchestrator.commands.plan"),
+    *("orchestrator.commands.compile", "orchestrator.commands.completion"),
+    *("trainers.commands.data", "trainers.commands.evaluate", "trainers.commands.generate"),
+]
+
+
+@pytest.mark.parametrize("name", IS_READ)
+def test_a_command_whose_output_is_read_says_so(name):
+    assert "is_read=True" in inspect.getsource(importlib.import_module(name).main).partition("def main")[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "redirection", "expected"),
+    [
+        ("print('a line'); return 0", ">/dev/full", (1, TOLD)),
+        ("print('a line\\n' * 20000); return 0", ">/dev/full", (1, TOLD)),
+        ("print('a line'); return 0", "", (0, "")),
+        ("print('a line\\n' * 20000); return 0", "| head -n 1", (0, "")),
+        ("print('a line'); return 0", ">&-", (0, "")),
+        ("print('a line'); return 2", ">/dev/full", (2, TOLD)),
+    ],
+)
+def test_a_command_that_is_read_fails_where_its_output_did_not_arrive(tmp_path, body, redirection, expected):
+    assert exit_status(tmp_path, body, redirection, "is_read=True") == expected
 
 
 @pytest.mark.parametrize(
