@@ -40,7 +40,7 @@ def write(runs: Sequence[Where], out: Where, figures: Path | None = None) -> Non
 
     records = [record.read(run) for run in runs]
     text = page.of_one(records[0]) if len(records) == 1 else page.of_several(records)
-    documents.write_text(out, text)
+    documents.write_text(out, text.encode(errors="replace").decode())  # half a character of a file's name, say
     if figures is not None:
         if figures.absolute().parent == Path(place_of(runs[0]).url):
             durable.make_folder(figures)

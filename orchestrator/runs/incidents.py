@@ -23,7 +23,7 @@ from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
-from trainers.console.text import printable, seconds, sentence
+from trainers.console.text import plain_console, printable, seconds, sentence
 
 
 @command(*REFUSALS, is_read=True)
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json_text.dumps([incident.to_dict() for incident in chosen], indent=1))
     elif options.number is not None:
-        show_one(Console(highlight=False), options.number, chosen[0])
+        show_one(plain_console(), options.number, chosen[0])
     else:
-        show(Console(highlight=False), chosen)
+        show(plain_console(), chosen)
     return EXIT_FINE
 
 

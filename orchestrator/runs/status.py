@@ -24,7 +24,7 @@ from gangway.terminal import nobody_looks
 from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
-from trainers.console.text import clock_time, count, printable, seconds
+from trainers.console.text import clock_time, count, plain_console, printable, seconds
 from trainers.console.view import measures_of
 
 STORAGE = "runs"
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json_text.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE
-    screen = Console(highlight=False)
+    screen = plain_console()
     if not screen.is_terminal:
-        screen = Console(highlight=False, width=WIDE)  # a file or a pipe has any width
+        screen = plain_console(width=WIDE)  # a file or a pipe has any width
     if options.watch and screen.is_terminal:
         watch(screen, options.place, options.overrides)
     else:

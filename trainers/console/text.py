@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def count(number: float) -> str:
@@ -32,6 +36,19 @@ def clock_time(elapsed_s: float) -> str:
 def printable(text: str) -> str:
     """Replaces control characters: texts of a model or a program must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" or _is_space(c) else "·" for c in text.expandtabs(4))
+
+
+def plain_console(**how: Any) -> Console:
+    """Returns a console for tables and lines of any text: nothing of it is taken for markup, for a picture or for an order to
+    the terminal. `how`: as `rich.console.Console` takes it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        def render_str(self, text: str, **about: Any) -> Text:
+            return super().render_str(printable(text), **{**about, "markup": False, "emoji": False, "highlight": False})
+
+    return Plain(**{"highlight": False, **how})
 
 
 def _is_space(character: str) -> bool:

@@ -23,8 +23,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
 from gangway.config.yaml_source import shown_override
 from gangway.first_line import say
@@ -43,6 +41,7 @@ from orchestrator.faultlab.testbed.resources import ResourceError, mlflow_server
 from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
 from orchestrator.tracking.tracker import left_over
+from trainers.console.text import plain_console
 
 DEFAULT_KINDS = ("process", "agent", "driver")
 SMALLEST_DISK_BYTES = 64 << 20
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError, ResourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    show(result, Console(width=None if sys.stdout.isatty() else LOG_WIDTH))
+    show(result, plain_console(width=None if sys.stdout.isatty() else LOG_WIDTH))
     return 0 if result.passed else 1
 
 

@@ -37,6 +37,7 @@ from orchestrator.faultlab.verify.compare import (
     passed,
 )
 from orchestrator.tracking.spool import SPOOL
+from trainers.console.text import plain_console
 
 REPORT = "verify.json"
 TRIAL = ours.with_any_of("the folder of an earlier verify", REPORT)
@@ -49,7 +50,7 @@ EXIT_STOPPED = 3
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     say(f"reading {arguments.config}")
-    console = Console()
+    console = plain_console()
     try:
         trial = Trial(arguments, console)
         findings = trial.run()

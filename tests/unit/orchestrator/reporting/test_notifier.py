@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -121,15 +123,58 @@ def test_slack_gets_its_form(monkeypatch):
     class Answer:
         __enter__ = __exit__ = read = lambda self, *about: self
 
-    monkeypatch.setattr(
-        "urllib.request.urlopen", lambda request, timeout: sent.append((request.full_url, json.loads(request.data))) or Answer()
-    )
+    def opened(self, request, timeout):
+        return sent.append((request.full_url, json.loads(request.data))) or Answer()
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", opened)
     for host in ("hooks.slack.com", "notslack.com"):
         made = notifier([], webhook=f"https://{host}/{SECRET}")
         made.see(STARTED)
         made.close(30.0)
     assert sent[0] == (f"https://hooks.slack.com/{SECRET}", {"text": "mine started on 2 hosts"})
     assert sent[1][1]["event"] == "started"
+
+
+ODD = ("a\0b", "a\udc80b", "\x1b[2J[bold]", "x" * 200_000, "<!channel> & <https://a|b>")
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_any_text_is_sent(server, tmp_path, text):
+    path = tmp_path / "told"
+    made = notifier(notes := [], command=(sys.executable, "-c", KEEPS, str(path)), webhook=server.url)
+    event = incident()
+    event["incident"]["evidence"]["summary"] = text
+    made.see(event)
+    made.close(30.0)
+    assert notes == []
+    assert json.loads(path.read_text().partition(" ")[2]) == server.taken[0]
+    assert len(server.taken[0]["text"]) < 5000
+    assert server.taken[0]["text"].isprintable()
+
+
+def test_slack_is_told_no_words_of_its_own(monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        urllib.request.OpenerDirector, "open", lambda self, request, timeout: sent.append(request) or io.BytesIO()
+    )
+    made = notifier([], webhook="https://hooks.slack.com/services/T/B/x")
+    made.see({**incident(), "incident": {**incident()["incident"], "evidence": {"summary": ODD[-1]}}})
+    made.close(30.0)
+    assert "&lt;!channel&gt; &amp; &lt;https://a|b&gt;" in json.loads(sent[0].data)["text"]
+
+
+def test_a_redirect_is_no_arrival(server, monkeypatch):
+    def moved(handler):
+        handler.send_response(301)
+        handler.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
+        handler.end_headers()
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", moved)
+    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", lambda handler: handler.send_error(200), raising=False)
+    made = notifier(notes := [], webhook=server.url)
+    made.see(STARTED)
+    made.close(30.0)
+    assert notes == ["notify.webhook did not take the notice 'started': HTTP 301"]
 
 
 def test_nobody_is_reported_by_default_and_no_thread_starts():
