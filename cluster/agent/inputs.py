@@ -99,7 +99,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class SpawnFailed:
-    error: OSError
+    error: Exception
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Spawner:
         log_path, log_problem = self._logs.new(f"process-{os.getpid()}-{self._num_spawned:04d}.log")
         try:
             child = spawn(self._module, env=self._env, first_line=preparation, log_path=log_path)
-        except OSError as error:  # reported: this thread must not end
+        except Exception as error:  # reported: this thread must not end
             self._on_input(inputs.SpawnFailed(error))
             return
         process = ProcessRecord(child.pid, log_path, self._logs.copy_of(log_path))

@@ -19,7 +19,7 @@ class Standby:
         self.module = module
         self.process: ProcessRecord | None = None
         self.preparation: Mapping[str, Any] | None = None
-        self.spawn_error: OSError | None = None
+        self.spawn_error: Exception | None = None
         self._requested = self._spawning = self._closed = False
         self._deaths = 0
 
@@ -56,7 +56,7 @@ class Standby:
         self.process, self._requested = process, False
         return True
 
-    def failed(self, error: OSError) -> None:
+    def failed(self, error: Exception) -> None:
         """Takes the news that no process could be started: `take` raises it."""
         self._spawning = self._requested = False
         self.spawn_error = error

@@ -7,6 +7,7 @@ libraries. `hosts.env` comes over all of it.
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Iterator, Mapping
 
 DROPPED = {
@@ -49,9 +50,22 @@ def taken(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def problems(env: Mapping[str, str]) -> Iterator[str]:
     """Yields what is wrong with `hosts.env`."""
-    for name in env:
+    for name, value in env.items():
         if name in NOT_TO_BE_SET:
             yield f"env.{name}: leave it out: {NOT_TO_BE_SET[name]}"
+        elif why := _impossible(name, value):
+            yield f"env: the variable {name!r} cannot be set: {why}"
+
+
+def _impossible(name: str, value: str) -> str:
+    """Returns why no process can have such a variable; empty if one can. The value is not shown."""
+    if not name or "=" in name:
+        return "expected a name without ="
+    try:
+        has_nul = b"\0" in os.fsencode(name) + os.fsencode(value)
+    except UnicodeEncodeError:
+        return "its name or its value has half a character, which has no bytes"
+    return "its name or its value has a NUL, which ends a text there" if has_nul else ""
 
 
 def is_among(name: str, patterns: Mapping[str, str]) -> bool:

@@ -1,14 +1,29 @@
+import os
+import queue
 import random
 import socket
 import sys
 import sysconfig
+from types import SimpleNamespace
 
 import pytest
 
 import cluster
 from cluster.agent import child_process, machine
 from cluster.agent.child_process import child_env, import_path, log_tail
+from cluster.agent.spawner import Spawner
 from tests import ROOT
+from tests.programs.processes import PATIENCE_S
+
+
+def test_a_process_that_cannot_be_started_for_whatever_reason_is_reported_each_time():
+    news = queue.Queue()
+    logs = SimpleNamespace(new=lambda name: (os.devnull, None), copy_of=lambda path: None)
+    spawner = Spawner("json", {"A": "a\0b"}, logs, lambda *about: None, news.put, lambda *about: None)
+    for _ in range(2):  # the thread has not ended with the first one
+        spawner.request({})
+        assert "null byte" in str(news.get(timeout=PATIENCE_S).error)
+    spawner.close()
 
 
 def test_own_variables_win():

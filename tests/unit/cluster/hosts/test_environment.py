@@ -1,6 +1,7 @@
 """What of the environment of a machine a training process gets."""
 
 import fnmatch
+import subprocess
 
 import pytest
 
@@ -44,6 +45,25 @@ def test_hosts_never_speak_to_each_other_through_a_proxy(kind):
 def test_what_may_not_be_set_is_refused_with_the_reason(name, why):
     with pytest.raises(ValueError, match=rf"^env.{name}: leave it out: .*{why}"):
         HostsConfig(env={name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("A=B", "secret", "expected a name without ="),
+        ("", "secret", "expected a name without ="),
+        ("A\0", "secret", "has a NUL"),
+        ("A", "sec\0ret", "has a NUL"),
+        ("A", "secret\ud800", "half a character"),
+    ],
+)
+def test_what_no_process_can_have_is_refused_before_a_machine_is_taken(name, value, why):
+    with pytest.raises(ValueError, match=why) as caught:
+        HostsConfig(env={name: value})
+    assert "secret" not in str(caught.value)
+    if name:
+        with pytest.raises((ValueError, OSError)):  # as the agent would find out
+            subprocess.run(["true"], env={name: value}, check=False)
 
 
 def test_the_list_names_all_that_we_overwrite():
