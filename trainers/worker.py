@@ -25,14 +25,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from gangway.storage import failed_requests, usage
 from gangway.storage.documents import is_url
-from gangway.terminal import shown
+from gangway.terminal import STANDARD_INPUT, shown
 from gangway.wire import orders as orders_of
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 
@@ -48,6 +48,36 @@ REQUESTS_INTERVAL_S = 60.0
 FAILED_EXIT_CODE = 1
 IMPORTED_AHEAD = ("psutil", "encodings.idna", "orbax.checkpoint", "etils.epath", "grain")
 """See `import_ahead`."""
+READ_BYTES = 1 << 16
+
+
+class Messages:
+    """The lines that the agent writes to this process. They are read without a lock of Python's: a child that the user's code
+    forks while a thread waits for the next one would find it held for ever."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._rest = descriptor, b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.next, b"")
+
+    def next(self) -> bytes:
+        """Returns the next line; an empty one when there are no more."""
+        while b"\n" not in self._rest and (more := os.read(self._descriptor, READ_BYTES)):
+            self._rest += more
+        line, newline, self._rest = self._rest.partition(b"\n")
+        return line + newline
+
+    def take_apart(self) -> None:
+        """Goes on with a descriptor of its own. Standard input is empty from here on: no order is lost to what the user's code
+        reads from it, or starts."""
+        self._descriptor = os.dup(self._descriptor)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, STANDARD_INPUT)
+        os.close(nothing)
+
+
+messages = Messages(STANDARD_INPUT)
 
 
 class EventPipe:
@@ -85,6 +115,7 @@ def main() -> None:
     # What is printed is a log on a disk, which may be full: no `print` of a user's code ends the training for it.
     sys.stdout, sys.stderr = (cast(TextIO, shown(stream, tries_again=True)) for stream in (sys.stdout, sys.stderr))
     let_trace(os.getppid())
+    messages.take_apart()
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
     process = os.getpid()
     try:
@@ -112,7 +143,7 @@ def let_trace(agent: int) -> None:
 
 
 def next_message() -> Any:
-    line = sys.stdin.readline()
+    line = messages.next()
     if not line:
         finish(0)
     return json.loads(line)
@@ -300,7 +331,7 @@ def listen(host: Any) -> None:
 
 def read_commands(host: Runtime) -> None:
     """Reads later orders. When the input ends, the agent is gone, and nobody else would ever stop this process."""
-    for line in sys.stdin:
+    for line in messages:
         try:
             obey(host, orders_of.read_command(json.loads(line)))
         except ValueError as error:  # this thread must not end: the next order may be to save and stop

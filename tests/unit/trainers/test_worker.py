@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import ROOT
 from tests.event_schema import check_event
 from tests.stores.emulators import environment, fake_gcs
 from trainers import runtime, worker
@@ -67,7 +68,10 @@ def test_an_order_that_is_not_understood_is_reported_and_the_next_one_is_obeyed(
     sent = []
     host = runtime.Runtime(sent.append)
     lines = ["no JSON", "[]", '{"cmd": "stpo"}', '{"cmd": "stop"}', '{"cmd": "stop", "reason": "requested"}']
-    monkeypatch.setattr(worker.sys, "stdin", io.StringIO("\n".join(lines)))
+    ours, agents = os.pipe()
+    os.write(agents, "\n".join(lines).encode())
+    os.close(agents)
+    monkeypatch.setattr(worker, "messages", worker.Messages(ours))
 
     def finish(code):
         raise StopHere
@@ -84,12 +88,40 @@ def test_an_order_that_is_not_understood_is_reported_and_the_next_one_is_obeyed(
     assert "the order 'stop': reason is missing" in told[3]
 
 
+FORKS = """
+import multiprocessing, subprocess, sys, threading, time
+from trainers import worker
+worker.messages.take_apart()
+threading.Thread(target=lambda: print("order", worker.messages.next(), flush=True), daemon=True).start()
+time.sleep(0.2)  # it waits for an order
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(abs, [-1, -2]))
+print(repr(sys.stdin.read()), subprocess.run(["cat"], capture_output=True).stdout, flush=True)
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def test_what_the_users_code_forks_or_reads_takes_no_order_and_no_lock():
+    child = subprocess.Popen([sys.executable, "-c", FORKS], stdin=-1, stdout=-1, cwd=ROOT)
+    try:
+        told = [child.stdout.readline() for _ in range(3)]
+        assert told == [b"[1, 2]\n", b"'' b''\n", b"ready\n"]
+        child.stdin.write(b'{"cmd": "stop"}\n')
+        child.stdin.flush()
+        assert child.stdout.readline() == b'order b\'{"cmd": "stop"}\\n\'\n'
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_orders_with_a_misspelled_field_end_the_process_with_its_name(monkeypatch):
     sent, lines = [], iter([{"cmd": "prepare", "arguments_class": "a:B", "arguments": {}}, {**START, "stop_a": 7}])
     monkeypatch.setattr(worker, "next_message", lambda: next(lines))
     monkeypatch.setattr(worker, "prepare_or_explain", lambda message: None)
     monkeypatch.setattr(worker, "EventPipe", lambda stream: SimpleNamespace(send=sent.append))
     monkeypatch.setattr(worker, "let_trace", lambda agent: None)
+    monkeypatch.setattr(worker.messages, "take_apart", lambda: None)
     monkeypatch.setattr(worker.faulthandler, "register", lambda *args, **kwargs: None)
     monkeypatch.setattr(worker.os, "fdopen", lambda *args: None)
     monkeypatch.setattr(worker, "shown", lambda stream, **how: stream)
