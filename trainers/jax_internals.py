@@ -37,6 +37,7 @@ USED: Mapping[str, str] = {
     "source_info_util.user_context": "the same",
     "tree_util._registry": "which classes of a user's state may be in a kept executable (runtime/executable_files.py)",
     "xla_bridge._discover_and_register_pjrt_plugins": "a standby knows its platform before it touches devices",
+    "xla_bridge.backends": "code that uses devices before the hosts are joined is refused at its line (runtime/distributed.py)",
     "xla_bridge.backends_are_initialized": "whether this process has touched its devices",
 }
 """What is used, and what stops working without it."""

@@ -188,13 +188,15 @@ def prepare(message: Preparation) -> Prepared:
     from trainers.runtime import distributed
 
     distributed.find_platforms()
-    arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
-    import_ahead(arguments.run_folder)
-    trainer_class = load_object(arguments.trainer)
-    datasets = dataset_function(arguments)(arguments)
     trainer = None
-    if prepare_ahead := getattr(trainer_class, "prepare", None):
-        trainer = trainer_class(arguments, *datasets)
+    with distributed.no_devices_yet():
+        arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
+        import_ahead(arguments.run_folder)
+        trainer_class = load_object(arguments.trainer)
+        datasets = dataset_function(arguments)(arguments)
+        if prepare_ahead := getattr(trainer_class, "prepare", None):
+            trainer = trainer_class(arguments, *datasets)
+    if trainer is not None and prepare_ahead is not None:
         prepare_ahead(trainer)
     return Prepared(trainer_class, arguments, datasets, trainer)
 

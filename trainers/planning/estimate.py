@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -52,6 +53,7 @@ from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import host_memory
 from trainers.planning import first_batch, padding
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
+from trainers.runtime.distributed import no_devices_yet
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
@@ -109,7 +111,8 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     doubts: list[str] = []
     facts: Facts = {}
     trainer = None
-    with without_effect.watched(arguments) as read:
+    with without_effect.watched(arguments) as read, ExitStack() as early:
+        early.enter_context(no_devices_yet())
         trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
         if arguments.data.tokenizer is not None:
             # Data of one's own need not look at it.
@@ -124,6 +127,7 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
         # A trainer that only implements the protocol may touch devices when it is built: it is built on the machines only.
         if trainer_class is not None and issubclass(trainer_class, BaseTrainer):
             trainer = built(problems, trainer_class, arguments, (train, held_out))
+            early.close()
             facts |= model_facts(problems, trainer, num_devices, doubts) if trainer is not None else {}
     if trainer is not None and "parameters" in facts:
         facts |= beginning_facts(problems, trainer, num_devices, doubts)

@@ -8,11 +8,13 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import jax
 
-from gangway.errors import CoordinatorError
+from gangway.errors import CoordinatorError, UsageError
 from trainers.jax_internals import compiler, distributed, jaxlib, xla_bridge
 from trainers.runtime import compile_cache
 
@@ -136,6 +138,27 @@ def asking_waits_s(num_hosts: int, chance: Callable[[], float]) -> Iterator[floa
         # Random around the mean: hosts that start together would otherwise ask together every time.
         yield wait_s * (0.5 + chance())
         wait_s = min(longest_s, wait_s * 1.5)
+
+
+@contextmanager
+def no_devices_yet() -> Iterator[None]:
+    """Raises UsageError within, at the line that would touch a device: hosts must be joined before. Does nothing in a process
+    that has touched its devices."""
+
+    def refuse() -> NoReturn:
+        raise UsageError(
+            "JAX's devices are used before the hosts have joined: as a module is imported, or data or a trainer is made. Make "
+            "arrays, and ask for devices and processes, in what training calls (configure_model, a hook, a method of the task), "
+            "or use NumPy"
+        )
+
+    asked = xla_bridge.backends
+    if not devices_touched():
+        xla_bridge.backends = refuse
+    try:
+        yield
+    finally:
+        xla_bridge.backends = asked
 
 
 def let_cpus_run_one_program_at_a_time() -> None:

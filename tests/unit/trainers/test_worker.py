@@ -115,6 +115,53 @@ def test_what_the_users_code_forks_or_reads_takes_no_order_and_no_lock():
         child.wait()
 
 
+EARLY = {
+    "a module": ("SCALE = jax.numpy.ones(3)", ""),
+    "a question": ("FIRST = jax.process_index() == 0", ""),
+    "data": ("", "key = jax.random.key(0)"),
+    "nothing": ("", ""),
+}
+EARLY_MODULE = """
+import jax
+import numpy as np
+{}
+
+def data(arguments):
+    {}
+    return [{{"tokens": np.zeros(9, np.int32)}}] * 8, None
+"""
+PREPARES = """
+import json, sys, traceback
+from gangway.errors import UsageError, user_frame
+from trainers import worker
+from trainers.settings import ARGUMENTS_CLASS
+for name in json.loads(sys.argv[1]):
+    arguments = {"name": name, "max_num_steps": 1, "data": {"dataset": f"early_{name}:data", "sequence_length": 8}}
+    try:
+        worker.prepare({"cmd": "prepare", "arguments_class": ARGUMENTS_CLASS, "arguments": arguments})
+        print(name, "prepared")
+    except UsageError as error:
+        print(name, user_frame(error))
+import jax
+print(jax.process_index())
+"""
+
+
+def test_code_that_uses_devices_before_the_hosts_have_joined_is_refused_at_its_line(tmp_path):
+    names = [name.replace(" ", "_") for name in EARLY]
+    for name, bodies in zip(names, EARLY.values(), strict=True):
+        (tmp_path / f"early_{name}.py").write_text(EARLY_MODULE.format(bodies[0], bodies[1] or "pass"))
+    command = [sys.executable, "-c", PREPARES, json.dumps(names)]
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5, done.stderr
+    assert lines[0].startswith(f"a_module {tmp_path}/early_a_module.py, line 4, in <module>: SCALE = ")
+    assert lines[1].startswith(f"a_question {tmp_path}/early_a_question.py, line 4, in <module>: FIRST = ")
+    assert lines[2].startswith(f"data {tmp_path}/early_data.py, line 7, in data: key = ")
+    assert lines[3:] == ["nothing prepared", "0"]
+
+
 def test_orders_with_a_misspelled_field_end_the_process_with_its_name(monkeypatch):
     sent, lines = [], iter([{"cmd": "prepare", "arguments_class": "a:B", "arguments": {}}, {**START, "stop_a": 7}])
     monkeypatch.setattr(worker, "next_message", lambda: next(lines))
