@@ -62,7 +62,7 @@ def _impossible(name: str, value: str) -> str:
     if not name or "=" in name:
         return "expected a name without ="
     try:
-        has_nul = b"\0" in os.fsencode(name) + os.fsencode(value)
+        has_nul = b"\0" in os.fsencode(f"{name}{value}")
     except UnicodeEncodeError:
         return "its name or its value has half a character, which has no bytes"
     return "its name or its value has a NUL, which ends a text there" if has_nul else ""

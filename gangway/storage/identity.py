@@ -14,11 +14,18 @@ from typing import NamedTuple, NotRequired, TypedDict
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.mounts import TABLE, mount_of, parse
+from gangway.storage.object_store import Limits
 from gangway.storage.opening import place_of
 
 HOME = "~/.gangway/runs"
 OWN = "from here on it is a run of its own, and MLflow and W&B begin a new one, with all that was recorded so far"
 COPY = f"{{}} is a copy of {{}}, which is still there: {OWN}"
+UNASKED = (
+    "{} was at {} before, where nobody can look now ({}): it is taken for the same run, moved here; if it is still there too, it "
+    "is a copy, and needs a name and a run of its own"
+)
+BRIEFLY = Limits(request_s=3.0, patience_s=5.0)
+"""How long the place is asked where a run was before: it may be gone for good, or another cloud's."""
 COPY_OF_MOVED = f"{{}} is a copy of a run that was at {{}} and has gone from there: {OWN}"
 
 
@@ -57,11 +64,10 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     elif moved:
         before = known.get("disk")
-        if _is_another(known["folder"], folder, known["id"]):
-            notes = (COPY.format(folder, known["folder"]),)
-        elif disk and before and disk[:-1] == before[:-1] and disk != before:
-            notes = (COPY_OF_MOVED.format(folder, known["folder"]),)
-        if notes:
+        is_another, notes = _another(known["folder"], folder, known["id"])
+        if not is_another and disk and before and disk[:-1] == before[:-1] and disk != before:
+            is_another, notes = True, (COPY_OF_MOVED.format(folder, known["folder"]),)
+        if is_another:
             known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     if moved:
         KIND.write(path, {"id": known["id"], "folder": folder, **({"disk": disk} if disk else {})})
@@ -104,24 +110,24 @@ def _of_bucket(url: str) -> Identity:
         # Several may ask for it at once.
         known = mine if KIND.create(place, mine) else KIND.read(place) or mine
     if known["folder"] != mine["folder"]:
-        before = known["folder"]
-        there = KIND.read(place_of(before) / KIND.name) if documents.is_url(before) else None
-        if (there and there["id"] == known["id"]) or _is_another(before, mine["folder"], known["id"]):
-            notes = (*notes, COPY.format(mine["folder"], before))
-            known = mine
+        is_another, told = _another(known["folder"], mine["folder"], known["id"])
+        known, notes = mine if is_another else known, (*notes, *told)
         KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
     return Identity(known["id"], notes)
 
 
-def _is_another(before: str, folder: str, its_id: str) -> bool:
-    """Returns whether the run of that id is still in the folder where it was, which is not this one."""
+def _another(before: str, folder: str, its_id: str) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether the run of that id is still in the folder where it was, which is not this one; and what to tell of it."""
+    in_bucket = documents.is_url(before) or documents.is_url(folder)
     try:
-        there = KIND.read(documents.join(before, KIND.name))
-        is_same = there is not None and there["id"] == its_id
-        in_bucket = documents.is_url(before) or documents.is_url(folder)
-        return is_same and (in_bucket or not os.path.samefile(before, folder))
-    except (OSError, documents.StorageError):
-        return False
+        there = KIND.read(place_of(before, BRIEFLY) / KIND.name) if before else None
+        if there is not None and there["id"] == its_id and (in_bucket or not os.path.samefile(before, folder)):
+            return True, (COPY.format(folder, before),)
+    except documents.StorageError:
+        pass  # what is there is damaged, or of another version: no run could go on from it
+    except OSError as error:
+        return False, (UNASKED.format(folder, before, error.strerror or error),) if documents.is_url(before) else ()
+    return False, ()
 
 
 def inside(path: str, run_folder: str) -> str:

@@ -38,6 +38,7 @@ from orchestrator.run_state.versions import check_versions
 from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 
+INTERRUPTED = "interrupted before anything was trained; what earlier launches of the run have saved is as it was"
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
 LEAVE_TIMEOUT_S = 5.0
@@ -72,7 +73,7 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
                 print(dry_run(config, how))
                 return EXIT_FINISHED if arrived() else EXIT_FAILED
             return launch(config, began_s, fresh=how.fresh)
-    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
+    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError, OSError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except PlanError as error:
@@ -81,8 +82,11 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
     except EndedAtOnce as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except (Interrupted, KeyboardInterrupt):
-        print("error: interrupted before the run began; nothing was kept", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt, SystemExit) as error:
+        # Importing Ray puts a handler of SIGTERM in the place of ours, and it ends the process so.
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+            raise
+        print(f"error: {INTERRUPTED}", file=sys.stderr)
         return EXIT_FAILED
 
 

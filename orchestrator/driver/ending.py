@@ -67,7 +67,9 @@ def ending(result: Mapping[str, Any], failure: TrainingFailed | None, requested:
         why = progress.why_not_saved or error or "the trainer has reported no checkpoint of its last step"
         return Ending("failed", error or "the last step is not saved", _line(progress, why))
     why = progress.why_not_saved or "the hosts did not stop in time"
-    return Ending("stopped", error, f"{_line(progress, why)}; run the same command again to go on")
+    is_over = failure is None and result["stop_reason"] == StopReason.TIME_LIMIT
+    again = "its time_limit is used up: raise it to go on" if is_over else "run the same command again to go on"
+    return Ending("stopped", error, f"{_line(progress, why)}; {again}")
 
 
 def _line(progress: Progress, why: str) -> str:
@@ -75,4 +77,5 @@ def _line(progress: Progress, why: str) -> str:
     if progress.saved is None and not progress.trained:
         return "stopped before the first step"
     lost = f"; {progress.lost} step{'' if progress.lost == 1 else 's'} lost, because {why}" if progress.lost else ""
-    return f"stopped at {progress.trained}; {saved}{lost}"
+    # A launch that has not trained yet has the steps of those before it.
+    return f"stopped at {max(progress.trained, progress.saved or 0)}; {saved}{lost}"

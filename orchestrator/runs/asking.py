@@ -42,6 +42,9 @@ def ask(run: Where, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         now = overview.read(folder)
+        if now.kind == LIVE and now.launch_id is not None and now.launch_id != before.launch_id:
+            # Another launch has taken the run over: nobody has asked that one.
+            before, path = now, requests.send(folder.url, kind, now.launch_id)
         if (line := _result(kind, before, now, taken=not requests.is_waiting(path))) is not None:
             return True, line
         time.sleep(look_every_s)
@@ -51,7 +54,7 @@ def ask(run: Where, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str
 
 def _result(kind: Kind, before: Overview, now: Overview, *, taken: bool) -> str | None:
     """Returns what came of a request; None while nothing has."""
-    if now.kind == ENDED or now.launch_id != before.launch_id:
+    if now.kind == ENDED:
         saved = "no checkpoint" if now.checkpoint_step is None else f"saved at step {now.checkpoint_step:,}"
         return f"{now.name}: {now.state}; {saved}"
     newest = now.checkpoint_step

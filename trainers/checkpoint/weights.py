@@ -263,7 +263,8 @@ def load(weights: Weights, wanted: Any) -> Any:
         raise
     except Exception as error:  # Orbax raises whatever its layers raise
         raise CheckpointError(f"{weights.path} is not whole: {one_line(error)}") from error
-    check(weights, pairs, arrays, replicated(next(iter(shardings.values())).mesh))
+    one: Any = next(iter(shardings.values()))
+    check(weights, pairs, arrays, replicated(one.mesh) if hasattr(one, "mesh") else one)
     for name in arrays:  # one after the other: both kinds of all parameters need not fit
         arrays[name] = arrays[name].astype(leaves[name].dtype)
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], wanted)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ IN_MEMORY = "trainers.data.sources.pieces:"
 OF_FILES = frozenset({"dataset", "prepared", "tokenizer", "paths", "pattern", "format", "mixture"})
 """The settings of `data` that say which files there are."""
 HARMLESS = frozenset({"retries", "retry_backoff_s", "on_change"})
+MANY = 5000
+"""Files. Of more, as of images, the names alone are compared: a checkpoint would record them all, and a start ask for each."""
 WHOLE_BYTES = 4 << 30
 """A larger file is read in part: its first and last block, and a drawn one of a hundred of the others."""
 BLOCK_BYTES = 1 << 20
@@ -49,16 +52,20 @@ CONTINUE = f"{WAY_OUT}, or go on with what is there by data.on_change=continue"
 
 class Identity:
     """What the trainer of `arguments` learns from, as this process has seen it when this was made. `reads_files`: whether the
-    datasets were made of the files that `arguments.data` names."""
+    datasets were made of the files that `arguments.data` names; `reads_records`: whether these have records, as images have
+    none."""
 
-    def __init__(self, arguments: TrainingArguments, datasets: Sequence[Any], *, reads_files: bool):
+    def __init__(self, arguments: TrainingArguments, datasets: Sequence[Any], *, reads_files: bool, reads_records: bool = True):
         self._arguments = arguments
-        files = {file["name"]: file for file in (_files(arguments) if reads_files else ())}
+        found = _files(arguments, reads_records=reads_records) if reads_files else []
+        is_few = sum(len(files) for _, files in found) <= MANY
+        files = {f"{begin}{file['name']}": file for begin, files in found for file in (stamps(files) if is_few else ())}
         self._paths = {name: file["path"] for name, file in files.items()}
         self.seen: dict[str, Any] = {
             "files": {name: {key: file[key] for key in ("num_bytes", "changed")} for name, file in files.items()},
+            "many": None if is_few else _names(found),
             "examples": [_count(dataset) for dataset in datasets],
-            "tokenizer": tokenizers.of(arguments).content() if files else None,
+            "tokenizer": tokenizers.of(arguments).content() if found else None,
         }
         self._digests: dict[str, str] = {}
         """Of the files that were read up to now."""
@@ -104,7 +111,10 @@ class Identity:
         if before["tokenizer"] != self.seen["tokenizer"]:
             return f"{OTHER_TOKENIZER}; {WAY_OUT}", known
         changes = list(self._changes(before, known))
-        if not self._paths and not changed - HARMLESS and before["examples"] != self.seen["examples"]:
+        if before["many"] != self.seen["many"]:
+            numbers = [f"{about['files']:,} files" if about else "few" for about in (before["many"], self.seen["many"])]
+            changes.append(f"the names of its files are others ({numbers[0]} then, {numbers[1]} now)")
+        if not self._paths and not self.seen["many"] and not changed - HARMLESS and before["examples"] != self.seen["examples"]:
             changes.append(f"there were {_examples(before['examples'])}, and there are {_examples(self.seen['examples'])}")
         told = "; ".join(changes[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
         if not changes:
@@ -161,17 +171,40 @@ def digest_of(path: str, num_bytes: int) -> str:
     return found.hexdigest()
 
 
-def _files(arguments: TrainingArguments) -> Iterator[dict[str, Any]]:
-    """Yields the stamps of the files that the data is made of."""
-    data = arguments.data
+def _files(arguments: TrainingArguments, *, reads_records: bool) -> list[tuple[str, list[SourceFile]]]:
+    """Returns the files that the data is made of: those of each source, and how their names begin here."""
+    data, found = arguments.data, list[tuple[str, list[SourceFile]]]()
     if not data.dataset.startswith("trainers.") or data.dataset.startswith(IN_MEMORY):
-        return
+        return found
     sources: list[tuple[str, SourceConfig]] = [(f"{source.name}: ", source) for source in data.mixture] or [("", data)]
     for beginning, source in sources:
-        folder = prepared_folder(source, arguments)
-        prepared = [] if folder is None else [SourceFile(f"{folder.name}/{PREPARED}", str(folder / PREPARED), "json")]
-        for file in stamps(prepared or listing(source).files):
-            yield {**file, "name": f"{beginning}{file['name']}"}
+        if (folder := prepared_folder(source, arguments)) is not None:
+            files = [SourceFile(f"{folder.name}/{PREPARED}", str(folder / PREPARED), "json")]
+        else:
+            files = listing(source).files if reads_records else _below(source)
+        found.append((beginning, files))
+    return found
+
+
+def _below(source: SourceConfig) -> list[SourceFile]:
+    """Returns all files of a source, whatever they are, by one look at each folder."""
+    found: list[SourceFile] = []
+    for path in [os.path.expanduser(path) for path in source.paths]:
+        if os.path.isfile(path):
+            found.append(SourceFile(os.path.basename(path), path, "text"))
+        for folder, _, names in os.walk(path):
+            paths = [os.path.join(folder, name) for name in names]
+            found += [SourceFile(os.path.relpath(each, path), each, "text") for each in paths]
+    return found
+
+
+def _names(found: Sequence[tuple[str, Sequence[SourceFile]]]) -> dict[str, Any]:
+    names = sorted(f"{begin}{file.name}" for begin, files in found for file in files)
+    return {"files": len(names), "digest": _digest_of(names)}
+
+
+def _digest_of(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _count(dataset: Any) -> int | None:
@@ -184,7 +217,7 @@ def _count(dataset: Any) -> int | None:
 def _summary(seen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what must be the same on all hosts: the times of local copies may differ."""
     sizes = {name: about["num_bytes"] for name, about in seen["files"].items()}
-    digest = hashlib.sha256(json.dumps([sizes, seen["tokenizer"]]).encode()).hexdigest()
+    digest = _digest_of([sorted(sizes.items()), seen["many"], seen["tokenizer"]])
     return {"examples": seen["examples"], "files": len(sizes), "bytes": sum(sizes.values()), "digest": digest}
 
 

@@ -104,6 +104,7 @@ class BaseTrainer:
         self.dataset_eval = dataset_eval
         self.reads_files = type(dataset_train).__module__.startswith("trainers.data.")
         """Whether the data was made of the files that `arguments.data` names."""
+        self.reads_records = getattr(dataset_train, "reads_records", True)
         self.callbacks = CallbackList()
         for callback in (Profiler(arguments.profile, os.path.join(arguments.run_folder, arguments.profile.folder)), *callbacks):
             self.callbacks.add(callback)

@@ -39,7 +39,8 @@ class Batching:
     def identity(self) -> Identity:
         """What the run learns from, as it is when the trainer is made."""
         trainer = self._trainer
-        return Identity(trainer.arguments, (trainer.dataset_train, trainer.dataset_eval), reads_files=trainer.reads_files)
+        datasets = trainer.dataset_train, trainer.dataset_eval
+        return Identity(trainer.arguments, datasets, reads_files=trainer.reads_files, reads_records=trainer.reads_records)
 
     # ------------------------------------------------------------------ examples
 

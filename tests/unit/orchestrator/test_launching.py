@@ -1,5 +1,6 @@
 """The start of a run: what goes on side by side, and what is left when it goes wrong; the signals that stop it."""
 
+import errno
 import os
 import signal
 import threading
@@ -84,6 +85,29 @@ def test_what_is_wrong_ends_ray_and_the_console_before_it_is_reported(job, happe
     assert not Path(job.run_dir).exists()  # nothing is left of what was refused
 
 
+def test_a_disk_that_fails_at_the_start_is_a_line_and_no_traceback(monkeypatch, capsys):
+    def load(path, overrides):
+        raise OSError(errno.EIO, "Input/output error", "/runs/a")
+
+    monkeypatch.setattr(launching, "load", load)
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_REFUSED
+    assert capsys.readouterr().err == "error: [Errno 5] Input/output error: '/runs/a'\n"
+
+
+@pytest.mark.parametrize(("end", "status"), [(SystemExit(signal.SIGTERM), outcome.EXIT_FAILED), (SystemExit(3), None)])
+def test_a_sigterm_that_ray_takes_is_an_interruption_and_another_exit_is_none(monkeypatch, capsys, end, status):
+    def load(path, overrides):
+        raise end
+
+    monkeypatch.setattr(launching, "load", load)
+    if status is None:
+        with pytest.raises(SystemExit):
+            launching.run("x.yaml", [], launching.How(), began_s=0.0)
+        return
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == status
+    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
+
+
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
     monkeypatch.setattr(report.Plan, "answer", KeyboardInterrupt())
     console = Console()
@@ -91,7 +115,7 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == "error: interrupted before the run began; nothing was kept\n"
+    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
 
 
 # ---------------------------------------------------------------------- signals
@@ -156,7 +180,7 @@ def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happene
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == "error: interrupted before the run began; nothing was kept\n"
+    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
 
 
 def test_the_file_that_has_the_output_of_the_hosts_is_named_unless_it_is_shown(job):

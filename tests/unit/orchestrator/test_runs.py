@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -372,6 +373,22 @@ def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
     assert answers == [(True, "a: saved at step 41; it goes on"), (True, "a: stopped; saved at step 41")]
     with pytest.raises(NoRunError, match="does not go on now: stopped"):
         asking.ask(storage / "a", "stop", 1.0)
+
+
+def test_a_launch_that_takes_the_run_over_meanwhile_is_asked_too(start, storage, monkeypatch):
+    monkeypatch.setattr(asking, "LOOK_EVERY_S", 0.01)
+    end(start("a"), "failed")
+    looks = iter([overview.read(storage / "a")])
+    live = dataclasses.replace(next(looks), kind=overview.LIVE, state="training", launch_id="first")
+    seen = [live, live, dataclasses.replace(live, launch_id="second")]
+    ended = dataclasses.replace(live, kind=overview.ENDED, state="stopped", launch_id="second")
+    asked = []
+    monkeypatch.setattr(asking.overview, "read", lambda folder: seen.pop(0) if seen else ended if len(asked) == 2 else live)
+    monkeypatch.setattr(asking.requests, "send", lambda run, kind, launch: asked.append(launch) or "path")
+    monkeypatch.setattr(asking.requests, "is_waiting", lambda path: True)
+    done, line = asking.ask(storage / "a", "stop", PATIENCE_S)
+    assert (done, asked) == (True, ["first", "second"])
+    assert line.startswith("a: stopped")
 
 
 def test_a_request_that_nobody_reads_is_reported(start, storage, capsys):

@@ -168,7 +168,7 @@ def test_orders_with_a_misspelled_field_end_the_process_with_its_name(monkeypatc
     monkeypatch.setattr(worker, "prepare_or_explain", lambda message: None)
     monkeypatch.setattr(worker, "EventPipe", lambda stream: SimpleNamespace(send=sent.append))
     monkeypatch.setattr(worker, "let_trace", lambda agent: None)
-    monkeypatch.setattr(worker.messages, "take_apart", lambda: None)
+    monkeypatch.setattr(worker.messages, "take_apart", lambda: sent.append({"ev": "taken apart"}))
     monkeypatch.setattr(worker.faulthandler, "register", lambda *args, **kwargs: None)
     monkeypatch.setattr(worker.os, "fdopen", lambda *args: None)
     monkeypatch.setattr(worker, "shown", lambda stream, **how: stream)
@@ -180,9 +180,9 @@ def test_orders_with_a_misspelled_field_end_the_process_with_its_name(monkeypatc
     monkeypatch.setattr(worker, "finish", finish)
     with pytest.raises(StopHere, match="1"):
         worker.main()
-    assert [event["ev"] for event in sent] == ["warm", "exception"]
-    assert sent[1]["type"] == "OrderError"
-    assert "the order 'start' has no field 'stop_a'; did you mean stop_at?" in sent[1]["message"]
+    assert [event["ev"] for event in sent] == ["taken apart", "warm", "exception"]
+    assert sent[-1]["type"] == "OrderError"
+    assert "the order 'start' has no field 'stop_a'; did you mean stop_at?" in sent[-1]["message"]
 
 
 def test_a_trainer_without_an_output_ends_as_it_was_asked_to():

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -112,6 +113,11 @@ def identities(file: SourceFile) -> set[Any]:
     for path in file.files:
         with reading(path):
             about = None if is_url(path) else os.stat(path)
+            if about is not None and not stat.S_ISREG(about.st_mode):
+                raise DataError(
+                    f"data.paths: {path} is no file, but a pipe, a socket or a device, which nothing reads: leave it out with "
+                    "data.pattern, or take it away"
+                )
             if about is not None and about.st_size < MAX_POINTER_BYTES:
                 with open(path, "rb") as opened:
                     is_pointer = opened.read(len(POINTER)) == POINTER

@@ -129,6 +129,8 @@ class ParquetImages:
 class LabelledImages:
     """Examples {"image": float32[height, width, colours], "label": int32} of a part of some images."""
 
+    reads_records = False
+
     def __init__(self, images: ImageFiles | ParquetImages, part: np.ndarray, processor: ImageProcessor, num_labels: int):
         self.images, self.part, self.processor, self.num_labels = images, part, processor, num_labels
         self.class_names = tuple(images.classes)

@@ -97,3 +97,20 @@ def test_a_path_inside_a_run_goes_with_it(tmp_path):
 def made(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+def test_a_run_whose_old_place_cannot_be_asked_is_taken_for_moved_soon_and_says_so(tmp_path, monkeypatch):
+    variables = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    brief, asked, place_of = identity.Limits(request_s=0.1, patience_s=0.2), [], identity.place_of
+    monkeypatch.setattr(identity, "BRIEFLY", brief)
+    monkeypatch.setattr(identity, "place_of", lambda path, limits=None: asked.append((path, limits)) or place_of(path, brief))
+    run = made(tmp_path / "run")
+    first = identity.of(run)
+    identity.KIND.write(run / identity.KIND.name, {"id": first.id, "folder": "s3://bucket-of-before/run"})
+    found = identity.of(run)
+    assert found.id == first.id
+    assert ("s3://bucket-of-before/run", brief) in asked
+    assert "was at s3://bucket-of-before/run before, where nobody can look now" in found.notes[0]
+    assert identity.of(run) == first  # it is asked, and told, once

@@ -79,7 +79,22 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
             Progress(15, 6),
             "stopped",
             "stopped at 15; saved at 6; 9 steps lost, because the hosts did not stop in time; "
-            "run the same command again to go on",
+            "its time_limit is used up: raise it to go on",
+        ),
+        # Launches that end before they have trained.
+        (
+            "time_limit",
+            None,
+            Progress(0, 10),
+            "stopped",
+            "stopped at 10; saved at 10; its time_limit is used up: raise it to go on",
+        ),
+        (
+            None,
+            StoppedOnRequest("x"),
+            Progress(0, 10),
+            "stopped",
+            "stopped at 10; saved at 10; run the same command again to go on",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -171,6 +172,18 @@ def test_a_model_that_is_damaged_or_another_is_refused(folder):
     damage(saved(folder.parent, 1, "models"))
     with pytest.raises((CheckpointError, CheckpointUnavailableError), match=r"is not whole|fingerprints differ"):
         model_at(path)
+
+
+def test_a_model_whose_contents_are_others_is_refused(folder):
+    """As where an array reads without an error, and is not the one that was saved."""
+    checkpointing.manager(folder).save_now(1)
+    found = weights.open_model(place_of(saved(folder.parent, 1)))
+    name, stored = next(iter(found.parameters.items()))
+    other = dataclasses.replace(
+        found, parameters={**found.parameters, name: dataclasses.replace(stored, fingerprint=(1, 2, 3, 4))}
+    )
+    with pytest.raises(CheckpointUnavailableError, match="fingerprints differ"):
+        weights.load(other, shapes_of_parameters())
 
 
 @pytest.mark.parametrize("where", ["array_io.ArrayFiles.copy_parts", "manifest.write", "manifest.of_files"])

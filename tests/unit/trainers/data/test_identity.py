@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 import time
 
 import pytest
@@ -194,6 +196,33 @@ def test_hosts_that_read_other_data_say_so(tmp_path, texts, monkeypatch, counts,
         DataUnavailableError, match="host 1 reads other data than host 0: 64 examples there, 96 examples on host 0"
     ):
         others[0].check({}, pytest.fail, is_shared=is_shared)
+
+
+def test_of_very_many_files_the_names_are_compared(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr(identity, "MANY", 3)
+    meta = meta_of(seen(tmp_path, texts), tmp_path, texts)
+    assert (meta[KEY]["files"], meta[KEY]["many"]["files"]) == ({}, 4)
+    edit(texts)
+    assert seen(tmp_path, texts).problem(meta, pytest.fail)[0] == ""
+    add(texts)
+    assert "the names of its files are others (4 files then, 5 files now)" in seen(tmp_path, texts).problem(meta, pytest.fail)[0]
+
+
+def test_files_of_one_name_in_several_folders_are_all_compared(tmp_path, texts):
+    other = tmp_path / "other"
+    shutil.copytree(texts, other)
+    made = arguments(tmp_path, texts)
+    both = dataclasses.replace(made, data=dataclasses.replace(made.data, paths=(str(texts), str(other))))
+    found = Identity(both, (), reads_files=True)
+    assert len(found.seen["files"]) == 8
+    assert len({*found._paths.values()}) == 8
+
+
+def test_of_images_what_lies_beside_them_is_no_error(tmp_path, texts):
+    (texts / "metadata.jsonl").write_text("{}")
+    (texts / "a.zip").write_text("")
+    made = arguments(tmp_path, texts)
+    assert len(Identity(made, (), reads_files=True, reads_records=False).seen["files"]) == 6
 
 
 def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):

@@ -64,6 +64,13 @@ def test_the_files_of_several_folders_are_mixed(tmp_path):
     assert all(len(set(half)) > 2 for half in halves)
 
 
+def test_a_pipe_among_the_texts_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt is no file, but a pipe, a socket or a device"):
+        text_windows(arguments(DataConfig(paths=(str(tmp_path),), sequence_length=2)))
+
+
 def test_only_matching_files_of_a_folder_are_read_and_a_named_file_always_is(tmp_path):
     folder = write(tmp_path / "folder", {"a.txt": b"a" * 50, "b.bin": b"b" * 50, "deep/c.txt": b"c" * 50})
     assert set(text_of(config(folder))) == set(b"a\nc")
