@@ -17,11 +17,9 @@ from typing import Any
 from gangway.config.masking import masked
 from gangway.program import command
 from gangway.storage import documents
-from orchestrator.commands.launching import Interrupted, run_job, why_no_outcome
-from orchestrator.config.job import ConfigError, build
-from orchestrator.driver import head
+from orchestrator.commands.launching import REFUSALS, Interrupted, run_job, why_no_outcome
+from orchestrator.config.job import build
 from orchestrator.planning.child import PlanError
-from orchestrator.run_state.lease import RunInUse
 
 
 @command()
@@ -40,7 +38,7 @@ def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
     """Runs the job. Returns `status` (finished, stopped, failed, or refused: nothing was started), `error` and `stop_reason`."""
     try:
         outcome, error, lost = run_job(build(configuration, name="launch"), began_s=time.monotonic())
-    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as refused:
+    except REFUSALS as refused:
         return {"status": "refused", "error": masked(str(refused)), "stop_reason": None}
     except PlanError as failed:
         return {"status": "failed", "error": masked(str(failed)), "stop_reason": None}

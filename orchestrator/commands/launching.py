@@ -39,6 +39,8 @@ from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 
 INTERRUPTED = "interrupted before anything was trained; what earlier launches of the run have saved is as it was"
+REFUSALS = (ConfigError, head.ClusterError, RunInUse, documents.StorageError, OSError)
+"""What is wrong before a run begins, and about which its user can do something."""
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
 LEAVE_TIMEOUT_S = 5.0
@@ -73,7 +75,7 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
                 print(dry_run(config, how))
                 return EXIT_FINISHED if arrived() else EXIT_FAILED
             return launch(config, began_s, fresh=how.fresh)
-    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError, OSError) as error:
+    except REFUSALS as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except PlanError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import os
 import queue
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gangway.storage import json_text
+from gangway.text import cut
 from orchestrator.policies.notices import Notice, Notices, NotifyConfig
 from trainers.console.text import printable
 
@@ -25,8 +27,6 @@ WEBHOOK_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 60.0
 MAX_WAITING = 100
 """Notices that wait for a server that does not answer. Further ones are dropped, and counted."""
-MAX_TEXT = 4000
-"""Characters of a notice. An operating system takes no variable of 128 kB, and nobody reads so much."""
 SLACK = ".slack.com"
 
 
@@ -67,6 +67,8 @@ class Notifier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
             self._thread.start()
+        # Any text can be sent: an operating system takes no variable of 128 kB, and none with a NUL.
+        notice = dataclasses.replace(notice, text=cut(printable(notice.text)))
         try:
             self._waiting.put_nowait(notice)
         except queue.Full:
@@ -105,12 +107,12 @@ class Notifier:
         return problem
 
     def _body(self, notice: Notice) -> dict[str, Any]:
-        return {"event": notice.event, "run": self._notices.run, "text": _shown(notice), "run_dir": self._run_dir, **notice.about}
+        return {"event": notice.event, "run": self._notices.run, "text": notice.text, "run_dir": self._run_dir, **notice.about}
 
     def _by_command(self, notice: Notice) -> None:
         if not self._config.command:
             return
-        about = {"GANGWAY_EVENT": notice.event, "GANGWAY_RUN": self._notices.run, "GANGWAY_TEXT": _shown(notice)}
+        about = {"GANGWAY_EVENT": notice.event, "GANGWAY_RUN": self._notices.run, "GANGWAY_TEXT": notice.text}
         body = json_text.dumps(self._body(notice)) + "\n"  # so that `cat >> FILE` makes lines of JSON
         subprocess.run(
             self._config.command,
@@ -128,7 +130,7 @@ class Notifier:
             return
         host = urlsplit(self._config.webhook).hostname or ""
         # Of Slack, & < and > are its own: they would tell everybody in a channel, or show another address than that of a link.
-        body = {"text": html.escape(_shown(notice), quote=False)} if f".{host}".endswith(SLACK) else self._body(notice)
+        body = {"text": html.escape(notice.text, quote=False)} if f".{host}".endswith(SLACK) else self._body(notice)
         data = json_text.dumps(body).encode()
         request = urllib.request.Request(self._config.webhook, data, {"Content-Type": "application/json"}, method="POST")
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=WEBHOOK_TIMEOUT_S) as answer:
@@ -140,11 +142,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-def _shown(notice: Notice) -> str:
-    text = printable(notice.text)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
 
 
 def _reason(error: Exception) -> str:

@@ -142,7 +142,7 @@ class Identity:
                 known[name] = was["digest"]
             elif more < 0:
                 yield f"{name} had {was['num_bytes']:,} bytes, and has {size:,}"
-            elif digest_of(self._paths[name], was["num_bytes"]) != was["digest"]:
+            elif not was["digest"] or digest_of(self._paths[name], was["num_bytes"]) != was["digest"]:
                 yield f"{name} had {was['num_bytes']:,} bytes, and has {size:,}, others" if more else f"{name} has other contents"
             elif more:
                 yield f"{name} has {more:,} bytes more at its end, and the same before them"

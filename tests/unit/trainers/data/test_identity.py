@@ -239,8 +239,16 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
     assert whole != digest_of(str(path), 4000)
 
 
-def test_of_an_object_of_a_bucket_nothing_is_read():
-    assert digest_of("s3://nobody/has/this", 10) == ""
+@pytest.mark.parametrize(("more", "said"), [(0, "0.txt has other contents"), (5, "0.txt had 160 bytes, and has 165, others")])
+def test_an_object_of_a_bucket_with_another_tag_is_another_one_and_is_not_read(tmp_path, texts, more, said):
+    found = seen(tmp_path, texts)
+    found._paths = dict.fromkeys(found._paths, "s3://nobody/has/this")
+    found._digest({})
+    meta = meta_of(found, tmp_path, texts)
+    assert {about["digest"] for about in meta[KEY]["files"].values()} == {""}
+    assert found.problem(meta, pytest.fail)[0] == ""
+    found.seen["files"]["0.txt"] = {"num_bytes": 160 + more, "changed": "another tag"}
+    assert said in found.problem(meta, pytest.fail)[0]
 
 
 def test_a_checkpoint_does_not_wait_for_what_was_not_read_yet(tmp_path, texts):
