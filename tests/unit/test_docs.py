@@ -116,7 +116,7 @@ def rows_to_add():
         yield word, set(re.findall(r"`(.*?)`", files)), set(re.findall(r"`(.*?)`", beside))
 
 
-@pytest.mark.parametrize(("word", "files", "beside"), rows_to_add())
+@pytest.mark.parametrize(("word", "files", "beside"), [*rows_to_add()])
 def test_what_is_added_is_known_in_the_files_that_contributing_names_and_in_no_other(word, files, beside):
     sources = [path for package in ("gangway", "trainers", "cluster", "orchestrator") for path in (ROOT / package).rglob("*.py")]
     assert {str(path.relative_to(ROOT)) for path in sources if re.search(rf"\b{word}\b", path.read_text())} == files

@@ -10,6 +10,7 @@ from gangway.storage.local_store import LocalStore
 from gangway.storage.ours import NotOursError
 from gangway.storage.probe import check_writable
 from orchestrator.run_state.outcome import read_outcome, write_outcome
+from tests import in_folder
 
 KIND = DocumentKind("a.json", dict[str, int], "it is new")
 
@@ -140,8 +141,8 @@ def refuse(number, *, only=lambda *arguments: True, real=None):
 
 
 @pytest.fixture(params=[errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP], ids=["EPERM", "ENOSYS", "EOPNOTSUPP"])
-def no_links(request, monkeypatch):
-    monkeypatch.setattr(os, "link", refuse(request.param))
+def no_links(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", in_folder(tmp_path, refuse(request.param), os.link))
 
 
 def test_without_hard_links_one_of_many_creators_wins(tmp_path, no_links):
@@ -158,7 +159,7 @@ def test_without_hard_links_a_document_that_cannot_be_finished_holds_no_place(tm
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, full, sync))
     with pytest.raises(OSError, match="No space left"):
         documents.create_json(tmp_path / "claim.json", 1)
     assert os.listdir(tmp_path) == []
@@ -175,7 +176,7 @@ def test_a_bucket_that_tells_late_who_came_first_is_believed(tmp_path, no_links,
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", stale)
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, stale, sync))
     assert not documents.create_json(tmp_path / "claim.json", 2)
     assert documents.read_json(tmp_path / "claim.json") == 1
 
@@ -187,7 +188,7 @@ def test_a_link_whose_answer_was_lost_was_made(tmp_path, monkeypatch):
         link(source, target)
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
-    monkeypatch.setattr(os, "link", lost)
+    monkeypatch.setattr(os, "link", in_folder(tmp_path, lost, link))
     assert documents.create_json(tmp_path / "claim.json", 1)
     assert not documents.create_json(tmp_path / "claim.json", 2)
 
@@ -207,7 +208,7 @@ def test_a_temporary_file_that_is_deleted_meanwhile_costs_no_creator_its_documen
         durable.delete_left(tmp_path)
         link(source if not is_made else target, target)
 
-    monkeypatch.setattr(os, "link", interrupted)
+    monkeypatch.setattr(os, "link", in_folder(tmp_path, interrupted, link))
     assert documents.create_json(tmp_path / "claim.json", 1)
     assert deleted
     assert not documents.create_json(tmp_path / "claim.json", 2)
@@ -217,7 +218,7 @@ def test_a_temporary_file_that_is_deleted_meanwhile_costs_no_creator_its_documen
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_fsync_is_no_obstacle(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(os, "fsync", refuse(number))
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, refuse(number), os.fsync))
     check_writable(tmp_path)
     durable.write(tmp_path / "a", "text")
     assert (tmp_path / "a").read_text() == "text"
@@ -225,7 +226,7 @@ def test_a_file_system_without_fsync_is_no_obstacle(tmp_path, monkeypatch, numbe
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_failed_fsync_is_a_failed_write(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(os, "fsync", refuse(number))
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, refuse(number), os.fsync))
     with pytest.raises(OSError, match=os.strerror(number)):
         durable.write(tmp_path / "a", "text")
     with pytest.raises(StorageError, match=rf"cannot write to .*: {os.strerror(number)}"):

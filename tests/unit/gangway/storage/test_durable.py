@@ -7,6 +7,7 @@ import os
 import pytest
 
 from gangway.storage import durable
+from tests import in_folder
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, full, os.fsync))
     with pytest.raises(OSError, match="No space left"):
         write(path, b"second")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -30,11 +31,11 @@ def test_two_may_write_at_the_same_time(tmp_path, monkeypatch):
     path, sync = tmp_path / "a", os.fsync
 
     def overtaken(descriptor):
-        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.undo()
         durable.write_shared(path, b"of the other", 0o600)
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", overtaken)
+    monkeypatch.setattr(os, "fsync", in_folder(tmp_path, overtaken, sync))
     durable.write_shared(path, b"first", 0o600)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "first"
@@ -67,7 +68,7 @@ def test_a_file_whose_temporary_one_is_deleted_as_left_behind_is_written_again(t
             durable.delete_left(tmp_path)
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "replace", in_folder(tmp_path, replaced, replace))
     durable.write_shared(tmp_path / "a", b"whole", 0o600)
     assert deleted
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "whole")]

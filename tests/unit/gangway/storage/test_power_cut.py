@@ -11,6 +11,7 @@ import pytest
 from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
 from orchestrator.run_state.run_folder import RunFolder
+from tests import in_folder
 from trainers.checkpoint import layout, manifest
 
 
@@ -18,16 +19,17 @@ class Disk:
     """A disk that forgets everything but what it was told to keep. Of renames it may also keep one too early: a new name can then
     lie on a file that is empty."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.contents: dict[int, bytes] = {}
         """By inode."""
         self.names: dict[str, dict[str, int]] = {}
         """By folder."""
         self.too_early: list[str] = []
         """Names given to files whose contents could still be lost."""
-        monkeypatch.setattr(os, "fsync", self._fsync)
+        monkeypatch.setattr(os, "fsync", in_folder(folder, self._fsync, os.fsync))
         for name in ("replace", "rename", "link"):
-            monkeypatch.setattr(os, name, self._naming(getattr(os, name)))
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, in_folder(folder, self._naming(real), real))
 
     def kept(self, path: Path) -> str | None:
         """What a power cut would leave in that file; None: there would be none of this name."""
@@ -51,8 +53,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch):
-    return Disk(monkeypatch)
+def disk(tmp_path, monkeypatch):
+    return Disk(tmp_path, monkeypatch)
 
 
 def test_a_manifest_outlives_a_power_cut(tmp_path, disk):

@@ -124,7 +124,7 @@ def test_a_run_does_not_go_on_by_other_rules_than_it_began_with(tmp_path, monkey
     assert going_on.rules_of(arguments(tmp_path, max_num_steps=2)) == {}
     going_on.check_rules({"rules": {rule: 2}}, given)
     for before in ({}, {"rules": {}}, {"rules": {rule: 3}}):  # of an older version of the program, and of a newer one
-        with pytest.raises(UsageError, match=f"changed since: {re.escape(rule)}\. Go on with that version, or begin .*--fresh"):
+        with pytest.raises(UsageError, match=rf"changed since: {re.escape(rule)}\. Go on with that version, or begin .*--fresh"):
             going_on.check_rules(before, given)
 
 
