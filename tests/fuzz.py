@@ -25,6 +25,7 @@ CASES_A_ROUND = 100
 OF_PROCESSES = 20
 """Cases in a round whose cases are processes that wait for a disk: a round ends in time beside other work too."""
 OWNERS = "tests/unit/trainers/checkpoint/test_random_owners.py"
+DEPLOY = "tests/unit/orchestrator/deploy"
 DATA, HF = "tests/unit/trainers/data", "tests/unit/trainers/models/hf"
 KINDS = {
     "files": f"{DATA}/test_random_files.py::test_many_files_with_random_defects",
@@ -35,6 +36,7 @@ KINDS = {
     "models": f"{HF}/test_random_configs.py::test_many_models_are_written_as_transformers_reads_them_or_refused",
     "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
     "changed_data": f"{DATA}/test_identity.py::test_each_of_many_random_changes_is_named_and_nothing_else",
+    "deployments": f"{DEPLOY}/test_random_deployments.py::test_each_of_many_random_deployments_reads_back_equal_or_is_refused",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
     "owners_on_disk": f"{OWNERS}::test_many_drivers_take_a_run_on_a_disk_from_each_other",
     "owners_in_bucket": f"{OWNERS}::test_many_drivers_take_a_run_in_a_bucket_from_each_other",

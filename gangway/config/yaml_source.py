@@ -1,13 +1,14 @@
-"""The text of a configuration: a YAML file and `key=value` overrides become plain data that remembers where each value was said.
+"""The text of a configuration: a YAML file and `key=value` overrides become plain data that remembers where each value was said;
+and plain data become the text of a file, which reads back equal.
 
-Unquoted values are those of YAML 1.2, for every command. Free of JAX; PyYAML is imported where a text is read.
+Unquoted values are those of YAML 1.2, for every command. Free of JAX; PyYAML is imported where a text is read or written.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,8 @@ TAGS = {
     "MappingNode": ("map",),
 }
 """The types that a value may have, by the kind of its node."""
+LINE_BREAKS = frozenset("\x85\u2028\u2029")
+"""Those of YAML beside the common ones."""
 
 
 class ConfigError(ValueError):
@@ -178,6 +181,39 @@ def _loader_class() -> type[yaml.SafeLoader]:
         yaml_implicit_resolvers = _plain_values()
 
     return Loader
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """Returns plain data as YAML, in the order of its keys; `parse` makes the same data of it."""
+    import yaml
+
+    return yaml.dump(dict(data), Dumper=_dumper_class(), sort_keys=False, width=120, allow_unicode=True)
+
+
+@cache
+def _dumper_class() -> type[yaml.SafeDumper]:
+    import yaml
+
+    tables = (yaml.SafeDumper.yaml_implicit_resolvers, _plain_values())
+    of_both = {letter: [each for table in tables for each in table.get(letter, ())] for letter in {**tables[0], **tables[1]}}
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes text that a reader of YAML 1.1 or of 1.2 would take for something else: `no`, `1e5`. Text of several lines keeps
+        them, where it can."""
+
+        yaml_implicit_resolvers = of_both
+
+        def analyze_scalar(self, scalar: str) -> Any:
+            found = super().analyze_scalar(scalar)
+            if set(scalar) & LINE_BREAKS:  # only double quotes escape them; in others they are read as blanks
+                found.allow_single_quoted = found.allow_block = False
+            return found
+
+    def of_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        return dumper.represent_scalar(f"{YAML}str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, of_text)
+    return Dumper
 
 
 class _Reading:

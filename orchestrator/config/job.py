@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
 from gangway.config import near_keys, yaml_source
@@ -150,12 +148,12 @@ def shown(config: JobConfig) -> dict[str, Any]:
 
 def to_yaml(config: JobConfig) -> str:
     """Returns `shown` as YAML text."""
-    return _yaml(shown(config))
+    return yaml_source.to_text(shown(config))
 
 
 def given_yaml(config: JobConfig) -> str:
     """Returns what of `shown` differs from the defaults, as YAML text."""
-    return _yaml(_among(shown(config), given(config)))
+    return yaml_source.to_text(_among(shown(config), given(config)))
 
 
 def resolved_yaml(config: JobConfig) -> str:
@@ -163,10 +161,6 @@ def resolved_yaml(config: JobConfig) -> str:
     from the defaults, as comments. Secrets are masked; `load` asks for them."""
     differs = "".join(f"#   {line}\n" for line in given_yaml(config).splitlines())
     return f"# What differs from the defaults:\n{differs}# All settings, as they were resolved:\n{to_yaml(config)}"
-
-
-def _yaml(data: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(data), sort_keys=False, width=120, allow_unicode=True)
 
 
 def given(config: JobConfig) -> dict[str, Any]:

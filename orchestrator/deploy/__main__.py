@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = load(options.config, options.overrides)
     request = Request(
+        Path(options.config),
         options.to,
         Path(options.out or f"deploy/{options.to}"),
         options.image,

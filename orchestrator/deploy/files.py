@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-import yaml
-
 from cluster.hosts import config as hosts_config
 from cluster.hosts.tpu import generation
+from gangway.config import yaml_source
 from gangway.storage import documents, durable
 from orchestrator.config.job import ConfigError, JobConfig, given, to_dict
 from orchestrator.deploy import refusals
@@ -59,12 +58,7 @@ def rendered(config: JobConfig, request: Request) -> dict[str, str]:
     made.filters["quoted"] = shlex.quote
     found = values(config, request)
     texts = {name: made.get_template(template).render(**found) for name, template in request.target.templates}
-    return {"config.yaml": found["config"], **{name: _without_gaps(text) for name, text in texts.items()}}
-
-
-def _without_gaps(text: str) -> str:
-    """Returns the text without the lines of blanks that tags leave behind, and with one newline at its end."""
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[ \t]+$", "", text)).strip() + "\n"
+    return {"config.yaml": found["config"], **texts}
 
 
 def values(config: JobConfig, request: Request) -> dict[str, Any]:
@@ -74,13 +68,16 @@ def values(config: JobConfig, request: Request) -> dict[str, Any]:
     out = os.path.relpath(request.out)
     extra = {"gpu": "[cuda12]", "tpu": "[tpu]", "cpu": ""}[hosts.kind]
     least, most = _groups(config)
-    resource = resource_name(config.training.name)
+    resource, text = resource_name(config.training.name), deployed_config(config, request)
     env_file = "set -a; . ~/.gangway.env; set +a;" if refusals.secret_variables(config) else ""
     return {
         "name": config.training.name,
         "resource": resource,
         "kind": hosts.kind,
-        "config": deployed_config(config, request),
+        "config": text,
+        "config_map": yaml_source.to_text(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{resource}-config"}, "data": {"config.yaml": text}}
+        ),
         "config_folder": MOUNTED,
         "config_path": os.path.abspath(request.out / "config.yaml") if request.to == "slurm" else f"{MOUNTED}/config.yaml",
         "out": out,
@@ -93,6 +90,7 @@ def values(config: JobConfig, request: Request) -> dict[str, Any]:
         "gpu_image": GPU_IMAGE,
         "spot": request.spot,
         "secrets": refusals.secret_variables(config),
+        "left_out": refusals.left_out(request),
         "folder": None if documents.is_url(config.training.storage) else config.training.storage,
         "cpus": cpus,
         "gpus": gpus,
@@ -160,7 +158,7 @@ def deployed_config(config: JobConfig, request: Request) -> str:
     data = _of({**given(deployed), "name": None, "storage": None}, to_dict(deployed))
     if request.to != "slurm":
         data = refusals.copied_paths(data, os.getcwd())
-    return yaml.safe_dump({"name": data.pop("name"), **data}, sort_keys=False, width=120, allow_unicode=True)
+    return yaml_source.to_text({"name": data.pop("name"), **data})
 
 
 def _of(keys: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -169,11 +167,11 @@ def _of(keys: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def resource_name(name: str) -> str:
-    """Returns the name of a run as clouds and Kubernetes take it: `Llama_3 8B` is `llama-3-8b`. A name that is too long, or of
-    other letters, ends with a number of its own."""
+    """Returns the name of a run as clouds and Kubernetes take it: `llama-3-8b` as it is; `llama_3.8B` is `llama-3-8b-1f0c2a9d`,
+    with a number of its own, since `llama-3-8B` is another run."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}".strip("-")
-    if len(slug) <= LONGEST_NAME and slug != "run":
+    if slug == name and len(slug) <= LONGEST_NAME:
         return slug
     return f"{slug[: LONGEST_NAME - 9].rstrip('-')}-{zlib.crc32(name.encode()):08x}"
 

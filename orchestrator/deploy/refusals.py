@@ -3,6 +3,8 @@ files of this machine it names, and what of it must be in no file. Pure, but for
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ from typing import Any
 
 from cluster.hosts.environment import OVERWRITTEN, is_among
 from cluster.hosts.tpu import topology_problem
+from gangway.config import yaml_source
 from gangway.config.section import did_you_mean
 from gangway.storage import documents
 from orchestrator.config.job import JobConfig, shown, to_dict
@@ -18,6 +21,16 @@ from orchestrator.deploy.request import GPUS_OF_MACHINES, TARGETS, Request
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
 """Folders that each machine has for itself."""
+OF_HOSTS = ("storage", "cache_dir", "hosts", "previews")
+"""Keys and sections that name no file of this machine: they have paths of the hosts, or texts."""
+LEFT_OUT = (".git", ".venv", "__pycache__", "/runs", "/mlruns", "*.env", "auth_token", "*.pem", "*-key.json")
+"""What of the working folder is not copied: results, environments, and whatever may hold a secret. `/`: at the top alone."""
+OF_SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".sh", ".py", ".ipynb")
+MOST_SETTINGS_BYTES = 1_000_000
+SHORTEST_SECRET = 8
+"""Files of these endings and up to this size are searched for the secrets that have so many bytes."""
+MOST_LINKS = 3
+"""Shown of a folder."""
 OPTIONS = ("image", "project", "zone", "machine", "spot")
 EXAMPLES = {
     "image": "europe-docker.pkg.dev/my-project/images/llama:1",
@@ -25,7 +38,13 @@ EXAMPLES = {
     "zone": "us-east5-b",
     "machine": "a3-highgpu-8g or p5.48xlarge",
 }
-IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\d+/[a-z0-9._/-]+)?(?::[\w.-]+|@sha256:[0-9a-f]{64})")
+IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\d+/[a-z0-9._/-]+)?(?::[\w.-]+|@sha256:[0-9a-f]{64})", re.ASCII)
+PROJECT = re.compile(r"(?:[a-z][a-z0-9.-]*:)?[a-z][a-z0-9-]*")
+MACHINE = re.compile(r"[a-z][a-z0-9]*[.-][a-z0-9.-]+")
+IN_SCRIPTS = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._/-]*")
+"""A path that means the same in every file that is written: a script, a Dockerfile, a pattern, a comment."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""What a shell can export."""
 ZONES = {"google": re.compile(r"([a-z]+-[a-z]+\d+)-[a-z]"), "amazon": re.compile(r"([a-z]{2}-[a-z-]+-\d)[a-z]")}
 
 
@@ -38,9 +57,13 @@ def problems(config: JobConfig, request: Request) -> Iterator[str]:
     yield from secret_problems(config)
     yield from _options(request)
     yield from _machine(config, request)
-    if request.to != "slurm":
-        yield from path_problems(to_dict(config), os.getcwd())
-    if request.to != "slurm" and not _is_inside(request.out):
+    if not IN_SCRIPTS.fullmatch(os.path.relpath(request.out)):
+        yield f"--out {str(request.out)!r}: expected letters, digits, '.', '_', '-' and '/', since it stands in commands"
+    if request.to == "slurm":
+        return
+    yield from path_problems(to_dict(config), os.getcwd())
+    yield from _copied_secrets(config, request)
+    if not _is_inside(request.out):
         yield f"--out {request.out}: expected a folder inside the working folder, from which your code is taken"
 
 
@@ -75,12 +98,14 @@ def _options(request: Request) -> Iterator[str]:
         if not value and name in target.needs:
             yield f"--to {request.to} needs --{name}, such as {EXAMPLES[name]}"
     if request.image and not IMAGE.fullmatch(request.image):
-        yield f"--image {request.image}: expected a name with a tag, in lower case, such as {EXAMPLES['image']}"
+        yield f"--image {request.image!r}: expected a name with a tag, in lower case, such as {EXAMPLES['image']}"
     if request.image and request.image.endswith(":latest"):
         yield f"--image {request.image}: a tag that moves: hosts of one gang may get different images; give it a version"
+    if request.project and not PROJECT.fullmatch(request.project):
+        yield f"--project {request.project!r}: expected the ID of a project, such as {EXAMPLES['project']}"
     if request.zone and region(request) is None:
         example = "us-east-1a" if request.is_amazon else "us-east5-b"
-        yield f"--zone {request.zone}: expected a zone of {'Amazon' if request.is_amazon else 'Google'}, such as {example}"
+        yield f"--zone {request.zone!r}: expected a zone of {'Amazon' if request.is_amazon else 'Google'}, such as {example}"
 
 
 def _machine(config: JobConfig, request: Request) -> Iterator[str]:
@@ -96,6 +121,8 @@ def _machine(config: JobConfig, request: Request) -> Iterator[str]:
             yield f"--machine {machine}: hosts.accelerator and hosts.topology say which TPU machines; leave it out"
     elif not machine:
         yield f"--to ray-cluster with {hosts.kind} hosts needs --machine, such as {EXAMPLES['machine']}"
+    elif not MACHINE.fullmatch(machine):
+        yield f"--machine {machine!r}: expected a type of machine, such as {EXAMPLES['machine']}"
     elif hosts.kind == "gpu":
         count = GPUS_OF_MACHINES.get(machine)
         if count is None:
@@ -114,8 +141,39 @@ def _is_inside(folder: Path) -> bool:
     return folder.resolve().is_relative_to(Path.cwd().resolve())
 
 
-OF_HOSTS = ("storage", "cache_dir", "hosts")
-"""Keys and sections with paths of the hosts: nothing is copied there."""
+def left_out(request: Request) -> list[str]:
+    """Returns the patterns of what is not copied of the working folder; one with `/` in front holds at its top alone."""
+    return [*LEFT_OUT, *(f"/{name}" for name in _with_secrets(request))]
+
+
+def _with_secrets(request: Request) -> list[str]:
+    """Returns the configuration's file, if it would be copied and has secrets; what the machines use is written without them."""
+    env = (yaml_source.read(request.config).data.get("hosts") or {}).get("env") or {}
+    holds = any(not is_among(name, PUBLIC) for name in env)
+    return [os.path.relpath(request.config.resolve())] if holds and _is_inside(request.config) else []
+
+
+def _copied_secrets(config: JobConfig, request: Request) -> Iterator[str]:
+    """Yields a line for each other file of the working folder that would be copied with a secret in it."""
+    for name in (own := _with_secrets(request)):
+        if not IN_SCRIPTS.fullmatch(name):
+            yield f"{name!r} holds secrets, and its name cannot be written among what is not copied; rename it"
+    values = {name: config.hosts.env[name].encode() for name in secret_variables(config)}
+    values = {name: value for name, value in values.items() if len(value) >= SHORTEST_SECRET}
+    for folder, folders, files in os.walk(".") if values else ():
+        folders[:] = [name for name in folders if not _is_left_out(os.path.join(folder, name))]
+        for path in (os.path.join(folder, name) for name in files if name.endswith(OF_SETTINGS)):
+            if os.path.relpath(path) in own or _is_left_out(path) or os.path.getsize(path) > MOST_SETTINGS_BYTES:
+                continue
+            text = Path(path).read_bytes()
+            for name in (name for name, value in values.items() if value in text):
+                yield f"{path}: it has the value of hosts.env.{name}, and would be copied; take it out, or move the file"
+
+
+def _is_left_out(path: str) -> bool:
+    """Whether a path below the working folder, such as `./texts/a.env`, is not copied."""
+    name, at_top = os.path.basename(path), os.path.dirname(path) == "."
+    return any(fnmatch.fnmatchcase(name, each.lstrip("/")) for each in LEFT_OUT if at_top or not each.startswith("/"))
 
 
 def copied_paths(data: Mapping[str, Any], here: str) -> dict[str, Any]:
@@ -135,27 +193,38 @@ def _relative(value: Any, here: str) -> Any:
         return {name: _relative(item, here) for name, item in value.items()}
     if isinstance(value, list):
         return [_relative(item, here) for item in value]
-    return os.path.relpath(value, here) if isinstance(value, str) and _is_below(value, here) else value
+    if not isinstance(value, str) or not os.path.isabs(path := os.path.expanduser(value)):
+        return value
+    path = path if _is_below(os.path.normpath(path), here) else os.path.realpath(path)
+    return os.path.relpath(path, here) if _is_below(path, here) else value
 
 
 def _outside(value: Any, here: str, key: str) -> Iterator[str]:
     if isinstance(value, Mapping | list):
         for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _outside(item, here, f"{key}.{name}")
-    elif isinstance(value, str) and _is_here(value) and not _is_below(value, here):
-        yield (
-            f"{key} = {value}: a file or folder of this machine outside the working folder, which the hosts will not have; "
-            "copy it into the working folder, or to a bucket"
-        )
+    elif isinstance(value, str) and os.path.exists(path := os.path.expanduser(value)):
+        for name in itertools.islice(_leaving(path, os.path.realpath(here)), MOST_LINKS):
+            link = "" if name == path else f": {name} is a link"
+            yield (
+                f"{key} = {value}{link or ': a file or folder of this machine'} outside the working folder, which the hosts will "
+                "not have; copy it into the working folder, or to a bucket"
+            )
 
 
-def _is_here(path: str) -> bool:
-    full = os.path.expanduser(path)
-    return os.path.isabs(full) and os.path.exists(full)
+def _leaving(path: str, here: str) -> Iterator[str]:
+    """Yields the path, or what lies below it, if that is outside of `here` when all links are followed."""
+    if not _is_below(os.path.realpath(path), here):
+        yield path
+        return
+    for folder, folders, files in os.walk(path):
+        for name in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(name) and not _is_below(os.path.realpath(name), here):
+                yield name
 
 
 def _is_below(path: str, here: str) -> bool:
-    return os.path.isabs(path) and os.path.normpath(path).startswith(here + os.sep)
+    return f"{path}/".startswith(f"{here.rstrip('/')}/")
 
 
 PUBLIC = dict.fromkeys(
@@ -171,6 +240,9 @@ def secret_variables(config: JobConfig) -> tuple[str, ...]:
 
 def secret_problems(config: JobConfig) -> Iterator[str]:
     """Yields a line for each secret that a deployment has no place for."""
+    for name in secret_variables(config):
+        if not VARIABLE.fullmatch(name):
+            yield f"hosts.env: the variable {name!r}: expected letters, digits and '_', since the machines get it by a shell"
     if "RAY_AUTH_TOKEN" in config.hosts.env:
         yield "hosts.env.RAY_AUTH_TOKEN: leave it out: a deployment makes the token of its cluster, and keeps it in no file"
     for key in _differing(to_dict(config), shown(config)):

@@ -48,6 +48,8 @@ TARGETS = {
 class Request:
     """The options of the command. An option that was not given is None, or False."""
 
+    config: Path
+    """The file of the configuration."""
     to: str
     out: Path
     image: str | None = None

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway.config import yaml_source
 from gangway.config.masking import masked
 from gangway.config.yaml_source import ConfigError
 from gangway.errors import TransientError, UsageError, user_frame
@@ -136,13 +137,11 @@ def with_files(arguments: TrainingArguments, console: Console, began_s: float) -
 
 def settings_yaml(arguments: TrainingArguments) -> str:
     """Returns all settings, as they were resolved, in a form that `read` takes. Secrets are masked."""
-    import yaml
-
     recorded = recorded_arguments(arguments)
     settings = json.loads(json.dumps(recorded["arguments"]))  # tuples become lists
     if recorded["arguments_class"] != ARGUMENTS_CLASS:
         settings["arguments"] = recorded["arguments_class"]
-    return "# All settings, as they were resolved:\n" + yaml.safe_dump(settings, sort_keys=False, width=120, allow_unicode=True)
+    return "# All settings, as they were resolved:\n" + yaml_source.to_text(settings)
 
 
 def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:

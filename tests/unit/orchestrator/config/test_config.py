@@ -667,6 +667,12 @@ def test_the_file_of_a_run_gives_the_same_configuration_and_asks_for_secrets(wri
         made = load(ROOT / "configs" / f"{name}.yaml", [f"storage={tmp_path}"])
         path.write_text(config.resolved_yaml(made))
         assert load(path) == made
+    hard = ("1e5", "0o17", "no", "1:30", "a\x85b", "a\u2028b", "\n", "  a\n\n\n b \n", "<<", "---\nb", "# a", "\x1b", "'")
+    made = load(ROOT / "configs" / "tiny.yaml", [f"previews.prompts={json.dumps(hard)}", f"storage={tmp_path}"])
+    fields = {f"field{number}": text for number, text in enumerate(hard)}
+    made = config.build({**config.to_dict(made), "data": {"template_fields": fields}})
+    path.write_text(config.resolved_yaml(made))
+    assert load(path) == made
     path.write_text(config.resolved_yaml(made).replace("recorder_folders: {}", "recorder_folders: {jsonl: 's3://***@bucket/a'}"))
     with pytest.raises(ConfigError, match=r"recorder_folders\.jsonl: masked"):
         load(path)

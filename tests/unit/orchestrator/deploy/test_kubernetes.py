@@ -191,4 +191,4 @@ def test_the_image_is_pinned_and_runs_as_a_user():
     assert "jax[cuda12]" in install
     assert not re.search(r"index-url|\bsudo\b|\bADD\b|:latest", text)
     ignored = (deploy("kuberay", GPU, BUCKET) / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {".git", "runs", "**/*.env", "**/auth_token"} <= set(ignored)
+    assert {"**/.git", "/runs", "**/*.env", "**/auth_token"} <= set(ignored)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
 
 from cluster.hosts.tpu import offered, topology_problem
+from orchestrator.config.job import load
 from orchestrator.deploy.files import resource_name
 from orchestrator.deploy.request import TARGETS
 from tests import ROOT
@@ -37,6 +40,10 @@ def in_a_folder(tmp_path, monkeypatch):
         ("kuberay", GPU, (BUCKET, 'tracking.uri="https://me:abc@example.org"'), "tracking.uri: it holds a secret"),
         ("kuberay", GPU, (BUCKET, 'hosts.env={"RAY_AUTH_TOKEN": "abc"}'), "hosts.env.RAY_AUTH_TOKEN: leave it out"),
         ("gke-tpu", TPU, ("data.prepared=/usr",), "data.prepared = /usr: a file or folder of this machine outside"),
+        ("gke-tpu", TPU, ("--out", "my deploy"), "--out 'my deploy': expected letters, digits"),
+        ("slurm", TINY, ("storage=/shared/runs", "--out", "a\nrm -r b"), "--out 'a\\nrm -r b': expected letters, digits"),
+        ("gke-tpu", TPU, ('hosts.env={"A-KEY": "abc"}',), "hosts.env: the variable 'A-KEY': expected letters, digits and '_'"),
+        ("tpu-vm", TPU, ("--project", "My Project"), "--project 'My Project': expected the ID of a project"),
         ("gke-tpu", TPU, ("--out", "../elsewhere"), "--out ../elsewhere: expected a folder inside the working folder"),
         ("slurm", TINY, ("storage=runs", "--spot"), "--spot: --to slurm has no use for it"),
         ("ray-cluster", GPU, (BUCKET,), "needs --machine, such as a3-highgpu-8g"),
@@ -97,13 +104,65 @@ def test_the_topologies_that_are_offered_are_those_that_ray_knows(name, spelled)
 
 @pytest.mark.parametrize(
     ("name", "resource"),
-    [("llama3-8b", "llama3-8b"), ("Llama_3 8B", "llama-3-8b"), ("8b", "run-8b"), ("a" * 40, "a" * 40)],
+    [("llama3-8b", "llama3-8b"), ("Llama_3.8B", "llama-3-8b-0d9054ef"), ("8b", "run-8b-f5faae70"), ("a" * 40, "a" * 40)],
 )
 def test_a_name_becomes_one_that_clouds_take(name, resource):
     assert resource_name(name) == resource
 
 
 def test_names_that_are_cut_or_of_other_letters_stay_different():
-    for one, other in (("a" * 50, "a" * 51), ("один", "два")):
-        assert resource_name(one) != resource_name(other)
-        assert len(resource_name(one)) <= 40
+    for names in (("a" * 50, "a" * 51), ("a_b", "a-b", "a.b", "A-B", "a--b", "a-b-"), ("8b", "run-8b", "run-8b-")):
+        assert len({resource_name(name) for name in names}) == len(names)
+        assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", resource_name(name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("data.paths", "[../outside]", "data.paths.0 = ../outside: a file or folder of this machine outside the working folder"),
+        ("data.paths", "[linked]", "data.paths.0 = linked: a file or folder of this machine outside the working folder"),
+        ("data.paths", "[HERE/linked]", "data.paths.0 = HERE/linked: a file or folder of this machine outside"),
+        ("data.paths", "[texts]", "data.paths.0 = texts: texts/deep/b.txt is a link outside the working folder"),
+    ],
+)
+def test_what_lies_outside_the_working_folder_is_found_behind_dots_and_links(tmp_path, monkeypatch, capsys, key, value, said):
+    here = tmp_path / "here"
+    for folder in (here / "texts/deep", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text("text " * 500)
+    (here / "linked").symlink_to(tmp_path / "outside")
+    (here / "texts/deep/b.txt").symlink_to(tmp_path / "outside/a.txt")
+    (here / "texts/c.txt").symlink_to("deep/a.txt")  # stays inside
+    monkeypatch.chdir(here)
+    assert said in refusal(capsys, "kuberay", TINY, BUCKET, f"{key}={value.replace('HERE', str(here))}").replace(
+        str(here), "HERE"
+    )
+    (here / "texts/deep/b.txt").unlink()
+    deploy("kuberay", TINY, BUCKET, "data.paths=[texts]")
+
+
+def test_paths_inside_the_working_folder_are_relative_in_the_deployment(tmp_path, monkeypatch):
+    """Also when they are reached by a link to that folder, or by the home folder."""
+    here = tmp_path / "here"
+    (here / "texts").mkdir(parents=True)
+    (here / "texts/a.txt").write_text("text " * 500)
+    (tmp_path / "way").symlink_to(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("texts", f"{here}/texts", f"{tmp_path}/way/texts", f"{here}/../here/texts"):
+        assert load(deploy("kuberay", TINY, BUCKET, f"data.paths=[{path}]") / "config.yaml").training.data.paths == ("texts",)
+
+
+def test_a_configuration_with_secrets_is_not_copied_and_no_other_file_may_have_one(capsys):
+    Path("mine").mkdir()
+    given = Path("mine/config.yaml")
+    given.write_text(
+        f"{TINY.read_text().replace('count: 2', 'count: 2, env: {API_KEY: abc-secret}')}storage: gs://my-bucket/runs\n"
+    )
+    ignored = (deploy("kuberay", given) / "Dockerfile.dockerignore").read_text().splitlines()
+    assert "/mine/config.yaml" in ignored
+    shutil.rmtree("deploy")
+    Path("mine/other.py").write_text("KEY = 'abc-secret'")
+    assert "mine/other.py: it has the value of hosts.env.API_KEY" in refusal(capsys, "kuberay", given)
+    Path("mine/other.py").rename("mine/other.env")  # left out, as the page says
+    deploy("kuberay", given)

@@ -68,12 +68,11 @@ class Slurm:
             "SLURM_JOB_NUM_NODES": "2",
         }
 
-    def start(self, **more: str) -> subprocess.Popen[str]:
-        script = Path("deploy/slurm/run.sh")
+    def start(self, script: Path = Path("deploy/slurm/run.sh"), **more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(["bash", script], env=self.env | more, stderr=subprocess.PIPE, text=True)
 
-    def run(self, **more: str) -> tuple[int, str]:
-        process = self.start(**more)
+    def run(self, script: Path = Path("deploy/slurm/run.sh"), **more: str) -> tuple[int, str]:
+        process = self.start(script, **more)
         _, said = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
 
