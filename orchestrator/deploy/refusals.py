@@ -45,6 +45,55 @@ IN_SCRIPTS = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._/-]*")
 """A path that means the same in every file that is written: a script, a Dockerfile, a pattern, a comment."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """What a shell can export."""
+OF_SHELLS = dict.fromkeys(
+    (
+        *(
+            "BASH*",
+            "COMP_*",
+            "DIRSTACK",
+            "EPOCH*",
+            "EUID",
+            "FUNCNAME",
+            "GROUPS",
+            "HISTCMD",
+            "HOSTNAME",
+            "HOSTTYPE",
+            "IFS",
+            "LINENO",
+        ),
+        *(
+            "MACHTYPE",
+            "OPT???",
+            "OSTYPE",
+            "PATH",
+            "PPID",
+            "PS4",
+            "PWD",
+            "RANDOM",
+            "SECONDS",
+            "SHELL*",
+            "SHLVL",
+            "SRANDOM",
+            "TERM",
+        ),
+        *(
+            "UID",
+            "_",
+            "VENV",
+            "CONFIG",
+            "HEAD_IP",
+            "SLURM_*",
+            "SRUN_*",
+            "RAY_ADDRESS",
+            "RAY_AUTH_MODE",
+            "RAY_USAGE_STATS_ENABLED",
+        ),
+        *("machines", "head", "workers", "address", "port", "dashboard", "probe", "shared", "start", "steps", "tries", "run"),
+        *("asked", "status", "variable"),
+    ),
+    "",
+)
+"""What a shell, or the script for SLURM, sets for itself: a secret of this name would not arrive."""
 ZONES = {"google": re.compile(r"([a-z]+-[a-z]+\d+)-[a-z]"), "amazon": re.compile(r"([a-z]{2}-[a-z-]+-\d)[a-z]")}
 
 
@@ -243,6 +292,8 @@ def secret_problems(config: JobConfig) -> Iterator[str]:
     for name in secret_variables(config):
         if not VARIABLE.fullmatch(name):
             yield f"hosts.env: the variable {name!r}: expected letters, digits and '_', since the machines get it by a shell"
+        elif is_among(name, OF_SHELLS):
+            yield f"hosts.env.{name}: a shell of the deployment sets it for itself; use another name"
     if "RAY_AUTH_TOKEN" in config.hosts.env:
         yield "hosts.env.RAY_AUTH_TOKEN: leave it out: a deployment makes the token of its cluster, and keeps it in no file"
     for key in _differing(to_dict(config), shown(config)):

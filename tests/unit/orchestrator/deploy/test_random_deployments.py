@@ -73,7 +73,23 @@ WHOLE = [
 ]
 """Texts that a reader of YAML may take for something else."""
 WORDS = ["a", "B", "model", "x1", "_", "run", "7"]
-VARIABLES = ["A_KEY", "TOKEN", "lower", "_", "A-B", "A.B", "A B", "X$(touch PWNED)", "1ST", "É", "A;touch PWNED"]
+VARIABLES = [
+    "A_KEY",
+    "TOKEN",
+    "lower",
+    "_A",
+    "_",
+    "status",
+    "CONFIG",
+    "UID",
+    "A-B",
+    "A.B",
+    "A B",
+    "X$(touch PWNED)",
+    "1ST",
+    "É",
+    "A;touch PWNED",
+]
 PLAIN = ["a", "b-c", "d.e", "f_1"]
 TARGETS = {
     "kuberay": {"kind": "cpu", "count": 2},
@@ -100,8 +116,8 @@ def name_of_file(draw: random.Random) -> str:
     return (hard if draw.random() < 0.3 else "") or draw.choice(PLAIN)
 
 
-def drawn(draw: random.Random, here: Path) -> tuple[list[str], dict[str, str]]:
-    """Returns the words of a command whose configuration lies in the folder `here`, and the secrets that no file may have."""
+def drawn(draw: random.Random, here: Path) -> tuple[Path, str, dict[str, str], dict[str, str]]:
+    """Returns a configuration in the folder `here`, a target, its options, and the secrets that no file may have."""
     to = draw.choice([*TARGETS])
     names = VARIABLES if draw.random() < 0.3 else VARIABLES[:4]
     secrets = {draw.choice(names): f"{draw.getrandbits(64):016x}{text(draw, 2)}" for _ in range(draw.randint(0, 2))}
@@ -133,16 +149,15 @@ def drawn(draw: random.Random, here: Path) -> tuple[list[str], dict[str, str]]:
     config = here / f"{name_of_file(draw)}.yaml"
     config.write_text(yaml_source.to_text(data))
     out = draw.choice([f"deploy/{to}", name_of_file(draw), f"out/{name_of_file(draw)}"])
-    words = [str(config), "--to", to, "--out", out]
+    options = {"out": out}
     if to in ("kuberay", "gke-tpu"):
-        words += [
-            "--image",
-            draw.choice(["example.org/images/llama:1", "example.org/images/llama:1", f"e.org/{text(draw, 2)}:1"]),
-        ]
+        options["image"] = draw.choice(["example.org/images/llama:1", "example.org/images/llama:1", f"e.org/{text(draw, 2)}:1"])
     elif to != "slurm":
-        words += ["--project", draw.choice(["my-project", "p", text(draw, 2)])]
-        words += ["--zone", draw.choice(["us-east5-b", "us-east5-b", text(draw, 2)])]
-    return [*words, *(("--machine", "a3-highgpu-8g") if to == "ray-cluster" else ())], secrets
+        options |= {"project": draw.choice(["my-project", "p", text(draw, 2)])}
+        options |= {"zone": draw.choice(["us-east5-b", "us-east5-b", text(draw, 2)])}
+    if to == "ray-cluster":
+        options["machine"] = "a3-highgpu-8g"
+    return config, to, options, secrets
 
 
 def comparable(config: JobConfig) -> JobConfig:
@@ -210,18 +225,17 @@ def check(to: str, given: JobConfig, out: Path, here: Path, secrets: dict[str, s
 
 def try_one(draw: random.Random, here: Path, capsys: Any) -> str:
     """Returns the target, or `refused`."""
-    words, secrets = drawn(draw, here)
+    config, to, options, secrets = drawn(draw, here)
     before = {*here.rglob("*")}
-    status, out = main(words), here / words[4]
-    if status:
+    if status := main([str(config), "--to", to, *(f"--{name}={value}" for name, value in options.items())]):
         assert status == 2
         assert {*here.rglob("*")} == before
         said = capsys.readouterr().err
         assert said.startswith("error: "), said
         assert not any(value in said for value in secrets.values())
         return "refused"
-    check(words[2], load(words[0]), out, here, secrets)
-    return words[2]
+    check(to, load(config), here / options["out"], here, secrets)
+    return to
 
 
 def test_each_of_many_random_deployments_reads_back_equal_or_is_refused(tmp_path, monkeypatch, capsys):

@@ -173,6 +173,20 @@ def test_a_variable_that_is_not_exported_is_named(tmp_path, monkeypatch):
     assert slurm.run(API_KEY="abc")[0] == 0
 
 
+def test_no_secret_has_the_name_of_a_variable_that_bash_or_the_script_sets():
+    lines = (ROOT / "configs/deploy/slurm.sh.jinja").read_text().splitlines()
+    script = "\n".join(line for line in lines if not line.startswith("#"))
+    ours = {
+        *re.findall(r"(?:^|[\s(;])([A-Za-z_]\w*)\+?=", script),
+        *re.findall(r"\b(?:for |for \(\(|mapfile -t )([A-Za-z_]\w*)", script),
+    }
+    assert {"VENV", "head", "machines", "tries", "variable", "port", "steps", "asked", "status"} <= ours
+    bashs = subprocess.run(["bash", "-c", "compgen -v"], check=True, capture_output=True, text=True, env={}).stdout.split()
+    # The token has a refusal of its own.
+    found = {name for name in (*ours, *bashs) if not refusals.is_among(name, refusals.OF_SHELLS)}
+    assert found == {"RAY_AUTH_TOKEN"}
+
+
 def test_the_allocation_is_what_the_configuration_asks_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu = ("hosts={kind: gpu, min: 2, max: 4, devices_per_host: 8}", "global_batch_size=32", "storage=gs://my-bucket/runs")
