@@ -393,7 +393,7 @@ def exception_event(error: BaseException) -> ExceptionRaised:
         "message": cut(text_of(error)),
         "traceback": cut("".join(traceback.format_exception(error)), MAX_TRACEBACK),
         "user_frame": frame and cut(frame),
-        "step": runtime.current().step,
+        "step": runtime.current().at_step,
         **kind_or_user(error, kind_of),
     }
 

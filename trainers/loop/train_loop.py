@@ -124,7 +124,7 @@ class Loop:
         info, host = self.info, runtime.current()
         self.agreement.start(info)
         self.guard.start(self.busy.waiting)
-        host.step = host.batch_index = info.batch_index
+        host.step = host.batch_index = host.at_step = info.batch_index
         metric_sums = self.steps.empty_sums()
         self.publisher.start(info.global_step)
         while (reason := self._stop_reason()) is None:
@@ -151,7 +151,7 @@ class Loop:
                 state, metric_sums, reduced, step_metrics, bins = self.steps.train(state, metric_sums, batch, flags)
             # With the index of the batch that it trains on: the counter moves on in the next line.
             self.agreement.window.push(info.batch_index, reduced)
-            info.global_step += 1
+            host.at_step = info.global_step = info.global_step + 1
             info.epoch = self.due.epochs.at(info.batch_index)
             if not self.first_step_reported:
                 jax.block_until_ready(reduced)  # the only wait for the newest step: recovery time ends here
@@ -220,12 +220,13 @@ class Loop:
         """Waits for the oldest step in flight, and acts on its result, as all hosts do."""
         with self.busy.waiting():
             agreed = self.agreement.complete_one()
-        completed = self.agreement.window.completed_step
-        runtime.current().step = completed
+        host, completed = runtime.current(), self.agreement.window.completed_step
+        host.step = host.at_step = completed
         self.publisher.completed(completed)
         # That of the slowest host: the others wait for it inside the step.
         self.seconds.add("data_wait", agreed.data_wait_s)
         self.guard.look_at_step(agreed, state)
+        host.at_step = self.info.global_step
 
     def _save_what_is_due(self, state: TrainState) -> None:
         step = self.info.global_step

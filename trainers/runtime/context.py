@@ -118,6 +118,8 @@ class Runtime:
         """The steps completed and the batches drawn, and below, how many seconds the loop's thread has worked since the loop
         began, other than waiting for the device. The loop writes them, the heartbeat's thread reads them."""
         self.busy_s = 0.0
+        self.at_step = 0
+        """The step that the loop's thread works at: that of an error which it raises. Ahead of `step` by the steps in flight."""
         self.usage: dict[str, float] = {}
         """How much of its machine this host used at the last publish (`trainers.metrics.host_usage`); empty before the first.
         """
@@ -281,7 +283,7 @@ def progress(step: int, metrics: Mapping[str, float] | None = None, **more: floa
         return
     if _current.step == 0 and step > 0:
         _current.emit({"ev": "first_step", "step": step})
-    _current.step = _current.batch_index = step
+    _current.step = _current.batch_index = _current.at_step = step
     if numbers := _numbers(named):
         _current.emit({"ev": "metrics", "step": step, "metrics": numbers})
 

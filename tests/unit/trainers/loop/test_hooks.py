@@ -15,6 +15,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint.standalone import load_from
 from trainers.loop.hooks import overrides
+from trainers.worker import exception_event
 
 pytestmark = pytest.mark.usefixtures("events")
 
@@ -369,7 +370,8 @@ def test_after_an_error_in_a_hook_a_run_goes_on_from_its_checkpoint(tmp_path):
             return state, metrics
 
     made = trainer(tmp_path, cls=Once, optimizer=FIXED)
-    with pytest.raises(RuntimeError, match="mine"):
+    with pytest.raises(RuntimeError, match="mine") as raised:
         made.train()
+    assert exception_event(raised.value)["step"] == 6  # steps are in flight: fewer are completed
     made.functions.checkpoint_manager.wait()  # in this process it is still on its way
     assert_equal(trainer(tmp_path, optimizer=FIXED).train(), trainer(tmp_path / "whole", optimizer=FIXED).train())

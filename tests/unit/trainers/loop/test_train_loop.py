@@ -24,6 +24,7 @@ from trainers.metrics.accumulator import Kind, Layout
 from trainers.metrics.publisher import BusyTime, Publisher, Throughput
 from trainers.step.host_flags import REDUCED, UpdateStatus
 from trainers.step.train_step import STEP_METRICS, StepOutput
+from trainers.worker import exception_event
 
 LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
 
@@ -406,8 +407,9 @@ def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save(
     ],
 )
 def test_a_policy_may_want_an_error(status, config, error):
-    with pytest.raises(error, match="batch 3"):
+    with pytest.raises(error, match="batch 3") as raised:
         World(anomalies=config, statuses={3: status}).loop.run(0)
+    assert exception_event(raised.value)["step"] == 4  # that of the batch, not the one that was dispatched meanwhile
 
 
 def test_hosts_out_of_step_are_an_error_that_names_the_step():
