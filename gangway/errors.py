@@ -27,6 +27,10 @@ class UsageError(Exception):
     """The settings, the data or the checkpoint do not fit: trying again gives the same error. The message is for the user."""
 
 
+class ModuleError(UsageError, ValueError):
+    """A user's module does more to the process, as it is imported, than to define things."""
+
+
 class DataError(UsageError):
     """The data was read, and does not fit: it is too short, or has another form."""
 

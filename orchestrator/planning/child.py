@@ -78,4 +78,6 @@ class Child:
             self._errors.seek(0)
             raise PlanError(f"python -m {self.module} failed with exit status {status}:\n{self._errors.read()[-4000:]}")
         self._answer.seek(0)
-        return json.loads(self._answer.read())
+        if not (text := self._answer.read()):
+            raise PlanError(f"python -m {self.module} has ended without an answer: does your code end the process (os._exit)?")
+        return json.loads(text)

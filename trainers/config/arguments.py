@@ -6,7 +6,6 @@ subclasses `TrainingArguments` and names the subclass in the configuration (`arg
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -283,7 +282,7 @@ def load_object(path: str) -> Any:
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
     importable.check(path)
     try:
-        module = importlib.import_module(module_name)
+        module = importable.imported(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH){of_a_copy()}"

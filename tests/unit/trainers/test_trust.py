@@ -1,13 +1,20 @@
-"""Code that a checkpoint names: gangway's own, or allowed by its exact name, and never from inside the checkpoint."""
+"""Code that a checkpoint names: gangway's own, or allowed by its exact name, and never from inside the checkpoint. What a module
+may do as it is imported."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import warnings
+from uuid import uuid4
 
 import pytest
 
 from gangway.config import importable
 from gangway.config.importable import UntrustedCodeError, named_by_data
+from gangway.errors import ModuleError
 from trainers.config.arguments import load_object
 
 
@@ -84,3 +91,63 @@ def test_gangways_own_may_be_named_and_nothing_that_it_has_only_imported(here):
             with pytest.raises(UntrustedCodeError, match="is nothing of gangway's"):
                 load_object(name)
     assert importable._trust.get() is None
+
+
+ENDS, CHANGES = "ends the process, with the exit status", "must only define things"
+DOES_MORE = [
+    ("import sys; sys.exit(0)", f"{ENDS} 0 \\(.*mine_\\w+.py, line 1, in <module>: import sys; sys.exit\\(0\\)\\)"),
+    ("raise SystemExit('my words')", f"{ENDS} my words"),
+    ("import argparse; p = argparse.ArgumentParser(); p.add_argument('--x', required=True); p.parse_args()", f"{ENDS} 2"),
+    ("import os; os.chdir('/')", r"mine_\w+.py changes the working folder to /"),
+    ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", "takes SIGTERM, with which a run is stopped"),
+    ("import warnings; warnings.simplefilter('error')", "makes errors of the warnings of all modules"),
+    ("import threading, time; threading.Thread(target=time.sleep, args=(60,), name='mine').start()", r"a thread .* \(mine\)"),
+    ("import os; os.environ['XLA_FLAGS'] = '--xla_a=1'", "sets XLA_FLAGS"),
+    (
+        "import os; os.environ.pop('JAX_PLATFORMS', None); os.environ['JAX_ENABLE_X64'] = '1'",
+        "sets JAX_ENABLE_X64, JAX_PLATFORMS",
+    ),
+]
+
+
+def surroundings():
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    return os.getcwd(), handlers, [*warnings.filters], {**os.environ}, threading.Thread.start, [*sys.argv]
+
+
+@pytest.mark.parametrize(("text", "said"), DOES_MORE)
+def test_a_module_that_does_more_than_define_is_refused_each_time_and_leaves_nothing(tmp_path, monkeypatch, text, said):
+    name = f"mine_{uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    before = surroundings()
+    for _ in range(2):
+        with pytest.raises(ModuleError, match=f"as it is imported, .*{said}.*{CHANGES}"):
+            load_object(f"{name}:Thing")
+        assert surroundings() == before
+
+
+def test_a_module_is_imported_without_the_words_of_the_command_and_prints_to_standard_error(tmp_path, monkeypatch, capsys):
+    name = f"mine_{uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        "import argparse, sys, threading, warnings\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "argparse.ArgumentParser().parse_args()\n"
+        "print('hello')\n"
+        "pool = ThreadPoolExecutor(1)\n"
+        "pool.submit(int).result()\n"
+        "short = threading.Thread(target=int)\n"
+        "short.start()\n"
+        "short.join()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "warnings.filterwarnings('ignore')\n"
+        "warnings.filterwarnings('error', module=__name__)\n"
+        "Thing = sys.argv\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gangway", "train", "config.yaml"])
+    with warnings.catch_warnings():
+        thing = load_object(f"{name}:Thing")
+    assert thing == ["gangway", "train", "config.yaml"]  # the same list, as it is again
+    assert capsys.readouterr() == ("", "hello\n")

@@ -153,6 +153,14 @@ def test_an_error_in_a_users_data_is_reported_with_its_line(run):
     assert printed.err.startswith("Traceback")
 
 
+def test_a_module_that_ends_the_process_is_no_success(run, tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, printed = run("trainer=leaving:Trainer")
+    assert status == 2
+    assert "error: as it is imported, leaving ends the process, with the exit status 0" in printed.err
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
