@@ -36,6 +36,7 @@ FLOORS = {
         ("config", "storage", "terminal"),
         ("wire", "program"),
         ("errors",),
+        ("user_modules",),
     ),
     "trainers": (
         (
@@ -79,7 +80,6 @@ LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")
         "checkpoint/layout",
         "checkpoint/manifest",
         "checkpoint/mlflow_model",
-        "checkpoint/readers",
         "checkpoint/retention",
         "config/__init__",
         "config/attention",

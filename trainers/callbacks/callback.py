@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gangway.errors import UsageError
-from trainers.checkpoint import readers
+from trainers.checkpoint import layout
 from trainers.other_systems import INSTEAD_OF_AN_EVENT
 from trainers.overrides import check_overrides
 
@@ -133,11 +133,11 @@ class CallbackList:
             getattr(callback, event.__name__)(state, **arguments)
 
     def report_saved(self, state: RunInfo, saved: deque[tuple[int, str]]) -> None:
-        """Calls `on_save` for each checkpoint (step, path) that is complete by now; then lets go of it (`readers.end`)."""
+        """Calls `on_save` for each checkpoint (step, path) that is complete by now; then lets go of it (`layout.end_reading`)."""
         # The thread that saves may append meanwhile; a deque allows that.
         while saved:
             step, path = saved.popleft()
             try:
                 self.call(Callback.on_save, state, step=step, path=path)
             finally:
-                readers.end(path)
+                layout.end_reading(path)

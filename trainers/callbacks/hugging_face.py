@@ -16,7 +16,7 @@ from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
-from trainers.checkpoint import readers
+from trainers.checkpoint import layout
 from trainers.checkpoint.export import on_the_way, to_hugging_face
 
 FAILED = "failed"
@@ -59,7 +59,7 @@ class HuggingFaceExport(Callback):
 
     def _start(self, step: int, path: str) -> None:
         if jax.process_index() == 0 or self.all_hosts:
-            readers.begin(path)
+            layout.begin_reading(path)
             self._exports[step] = self._thread.submit(self._export, step, path)
 
     def _export(self, step: int, path: str) -> None:
@@ -73,7 +73,7 @@ class HuggingFaceExport(Callback):
         except Exception as error:  # a thread's boundary: reported, training goes on
             runtime.current().note(f"no export of step {step} for Hugging Face: {type(error).__name__}: {error}")
         finally:
-            readers.end(path)
+            layout.end_reading(path)
 
     def _together(self, path: Place, out: Path) -> None:
         work, host = on_the_way(path, out), jax.process_index()

@@ -1,4 +1,5 @@
-"""The folder of a run's checkpoints: what is committed there, what was left, and whether there is room for one more. Without JAX.
+"""The folder of a run's checkpoints: what is committed there, what is read just now, what was left, and whether there is room for
+one more. Without JAX.
 
 A checkpoint is the folder `checkpoints/12-3_1_0c9e41aa`: of step 12, written there by generation 1 of driver term 3. It counts if
 a record of the run's row names it, on a disk as in a bucket (`gangway.storage.row`): nothing is renamed, and a folder that no
@@ -12,6 +13,7 @@ import re
 import socket
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,8 @@ PROBE_BYTES = 4096
 NAME = re.compile(r"(\d+)-(\d+)_(\d+)_[0-9a-f]{8}")
 UNCOMMITTED = ours.named("a checkpoint on its way", NAME.pattern)
 _rows: dict[str, Row] = {}
+_reading: Counter[str] = Counter()
+"""How many in this process read each checkpoint, by its place: it is not deleted meanwhile."""
 _lock = threading.Lock()
 
 
@@ -55,6 +59,28 @@ def committed_in(folder: Place) -> Mapping[int, Kept]:
     if old := [one.folder for one in kept.values() if one.folder.isdecimal()]:
         raise _too_old(folder / old[-1])
     return kept
+
+
+def begin_reading(checkpoint: Place | str) -> None:
+    """Protects a checkpoint, which an export reads, say, until as many calls of `end_reading`. On host 0, which deletes old
+    checkpoints."""
+    with _lock:
+        _reading[_name_of(checkpoint)] += 1
+
+
+def end_reading(checkpoint: Place | str) -> None:
+    with _lock:
+        _reading[_name_of(checkpoint)] -= 1
+
+
+def is_read(checkpoint: Place | str) -> bool:
+    with _lock:
+        return _reading[_name_of(checkpoint)] > 0
+
+
+def _name_of(checkpoint: Place | str) -> str:
+    """Of a URL this is no path, but a name as good as another."""
+    return os.path.abspath(str(checkpoint))
 
 
 def steps(folder: Place) -> list[int]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gangway.storage.store import Place
-from trainers.checkpoint import layout, model_only, readers
+from trainers.checkpoint import layout, model_only
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.ownership import Ownership
@@ -82,7 +82,7 @@ class Tidier:
         model_only.keep(self._arrays, checkpoint, models, step, self._owner, name)
 
     def _is_read(self, checkpoint: Place) -> bool:
-        if readers.is_read(checkpoint):
+        if layout.is_read(checkpoint):
             self._deferred = True
             return True
         return False

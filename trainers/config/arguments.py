@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from gangway import user_modules
 from gangway.config import importable
 from gangway.config.conversion import convert_sections, from_dict
 from gangway.config.importable import of_a_copy
@@ -282,7 +283,7 @@ def load_object(path: str) -> Any:
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
     importable.check(path)
     try:
-        module = importable.imported(module_name)
+        module = user_modules.imported(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH){of_a_copy()}"

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from gangway.errors import UsageError
 from trainers import runtime
-from trainers.checkpoint import readers
+from trainers.checkpoint import layout
 from trainers.checkpoint.manager import manager_of
 from trainers.config.frozen import BASE
 from trainers.config.model import AUTO, TO_HOST
@@ -273,7 +273,7 @@ class Assembly:
 
         def saved(step: int, path: str) -> None:
             """Called on the thread that saves: the queue hands the checkpoint to the callbacks, which run on the main thread."""
-            readers.begin(path)  # until `on_save` has returned: a callback may want to read it
+            layout.begin_reading(path)  # until `on_save` has returned: a callback may want to read it
             self.saved.append((step, path))
 
         return manager_of(self._trainer.arguments, self._trainer.arguments.run_folder, self.mesh, self.programs, saved)

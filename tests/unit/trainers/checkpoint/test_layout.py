@@ -8,7 +8,7 @@ from gangway.errors import CheckpointError
 from gangway.storage import local_store, ours
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept, WriterTerm
-from trainers.checkpoint import layout, manifest, readers
+from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.retention import Retention
 
 TERM = WriterTerm(1, 0)
@@ -52,12 +52,12 @@ def test_the_old_goes_only_for_whole_newer_ones(folder):
 
 def test_what_is_being_read_stays_until_its_last_reader_has_ended(folder):
     first, *_ = [put(folder, step) for step in (1, 2, 3)]
-    readers.begin(first)
-    readers.begin(str(first))
+    layout.begin_reading(first)
+    layout.begin_reading(str(first))
     for left in ([1, 3], [1, 3], [3]):
-        delete_old(folder, 3, (), Retention(1), is_read=readers.is_read)
+        delete_old(folder, 3, (), Retention(1), is_read=layout.is_read)
         assert layout.steps(folder) == left
-        readers.end(first)
+        layout.end_reading(first)
 
 
 def test_one_that_training_has_left_behind_keeps_no_place(folder):
