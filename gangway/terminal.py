@@ -147,6 +147,12 @@ def outlives_terminal() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or (os.getsid(0) == os.getpid() and not _has_terminal())
 
 
+def ignores(number: int) -> bool:
+    """Returns whether this process goes on at a signal that asks others to end: SIGHUP where it outlives its terminal, and SIGINT
+    where it was started with that ignored, as by `&` in a script, so that Ctrl-C is for what the terminal shows."""
+    return outlives_terminal() if number == signal.SIGHUP else signal.getsignal(number) == signal.SIG_IGN
+
+
 def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))

@@ -55,6 +55,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # A training would take it for its own end alone, and the next test would begin.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Ignored behind `&` in a script, in all that the tests start, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gangway.config.masking import masked
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
-from gangway.terminal import arrived, outlives_terminal
+from gangway.terminal import arrived, ignores
 from gangway.wire.console import Note, Status
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
@@ -251,8 +251,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    numbers = [signal.SIGTERM] if outlives_terminal() else [signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP) if not ignores(number)}
     try:
         yield
     finally:
@@ -262,7 +261,7 @@ def interruptible() -> Iterator[None]:
 
 class relay_signals:
     """SIGINT, SIGTERM, and SIGHUP when the terminal is closed, ask the driver to save and stop. A second SIGINT ends this command
-    at once. Under `nohup`, and in a session without a terminal, SIGHUP asks for nothing."""
+    at once. A signal that this process ignores asks for nothing: SIGHUP under `nohup`, SIGINT behind `&`."""
 
     def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
         self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
@@ -270,9 +269,8 @@ class relay_signals:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> relay_signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._on_signal)
-        self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN if outlives_terminal() else self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.before[number] = signal.signal(number, signal.SIG_IGN if ignores(number) else self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,5 +1,5 @@
 """Ctrl-C, SIGTERM and the end of its terminal (SIGHUP) ask a training to stop: it then ends between two steps, with its state
-saved. Under `nohup`, and in a session without a terminal, it goes on without one."""
+saved. Under `nohup`, and in a session without a terminal, it goes on without one; behind `&` in a script, Ctrl-C is not its."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from gangway.stop_reason import StopReason
-from gangway.terminal import outlives_terminal
+from gangway.terminal import ignores
 from trainers.runtime.context import Runtime
 
 REASONS = {
@@ -44,7 +44,7 @@ def handler(host: Runtime, *, of_training: bool = False) -> Callable[[int, Frame
 
 
 def _handler_of(number: signal.Signals, ask: Callable[[int, FrameType | None], None]) -> Any:
-    return signal.SIG_IGN if number == signal.SIGHUP and outlives_terminal() else ask
+    return signal.SIG_IGN if ignores(number) else ask
 
 
 def handle(host: Runtime) -> None:

@@ -134,7 +134,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture
 def of_a_terminal(monkeypatch):
-    monkeypatch.setattr(launching, "outlives_terminal", lambda: False)
+    monkeypatch.setattr(launching, "ignores", lambda number: False)
 
 
 @pytest.mark.usefixtures("of_a_terminal")
@@ -153,10 +153,19 @@ def test_each_signal_asks_for_a_stop_and_the_handlers_of_before_come_back(tmp_pa
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_a_run_without_a_terminal_goes_on_when_one_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(launching, "outlives_terminal", lambda: True)
-    with launching.relay_signals(board := Board(), str(tmp_path), "here"):
-        signal.raise_signal(signal.SIGHUP)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_at_the_start_is_ignored_to_the_end(tmp_path, number):
+    """Without a terminal, as under `nohup`; behind `&` in a script."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with launching.interruptible():
+            signal.raise_signal(number)
+        with launching.relay_signals(board := Board(), str(tmp_path), "here"):
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
     assert board.stop_requested() is None
 
 

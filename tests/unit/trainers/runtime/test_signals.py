@@ -39,7 +39,7 @@ def present():
 def _as_in_a_program(monkeypatch):
     """The test runner may have handlers of its own."""
     before = present()
-    monkeypatch.setattr(signals, "outlives_terminal", lambda: False)  # whatever has started the tests
+    monkeypatch.setattr(signals, "ignores", lambda number: False)  # whatever has started the tests
     for number in ALL:
         signal.signal(number, signals.UNHANDLED[number])
     yield
@@ -106,7 +106,7 @@ def test_a_second_interrupt_ends_the_command_at_once_too(tmp_path):
 
 
 def test_a_program_without_a_terminal_trains_on_when_one_is_closed(monkeypatch):
-    monkeypatch.setattr(signals, "outlives_terminal", lambda: True)
+    monkeypatch.setattr(signals, "ignores", lambda number: number == signal.SIGHUP)
     host = runtime.Runtime(lambda event: None)
     with signals.handled(host):
         signal.raise_signal(signal.SIGHUP)
