@@ -6,20 +6,24 @@ import argparse
 import functools
 import os
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec
 
 from gangway.surroundings import ensure_home
-from gangway.terminal import arrived, streams
+from gangway.terminal import arrived, ignores, streams
 
 Given = ParamSpec("Given")
 GANGWAY = "gangway"
 PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
-EXIT_FINE, EXIT_LOST, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_FINE, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -34,9 +38,9 @@ def command(
 ) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
     """Makes a function the `main` of a command, whose exit status it returns. The command may write to its standard streams,
     whatever becomes of them, also the text of `--help`. An error of `refusals`, about which its user can do something, ends it
-    with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; Ctrl-C with the line `interrupted` and
-    EXIT_INTERRUPTED. `is_read`: what it writes is what it was called for, and where that did not arrive, as on a full disk, it
-    ends with EXIT_LOST."""
+    with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; a signal, Ctrl-C or another, with the
+    line `interrupted` and 128 more than its number. `is_read`: what it writes is what it was called for, and where that did not
+    arrive, as on a full disk, it ends with EXIT_LOST."""
 
     def decorated(main: Callable[Given, int]) -> Callable[Given, int]:
         @functools.wraps(main)
@@ -48,20 +52,48 @@ def command(
                     print(f"error: {problem}", file=sys.stderr)
                     return EXIT_REFUSED
                 try:
-                    status = main(*args, **named)
+                    with interruptible():
+                        status = main(*args, **named)
                     return EXIT_LOST if is_read and status == EXIT_FINE and not arrived() else status
                 except refusals as error:
                     from gangway.config.masking import masked  # the first line needs no package of ours
 
                     print(f"error: {masked(str(error))}", file=sys.stderr)
                     return EXIT_REFUSED
-                except KeyboardInterrupt:
+                except KeyboardInterrupt as error:
                     print(interrupted, file=sys.stderr)
-                    return EXIT_INTERRUPTED
+                    return 128 + getattr(error, "number", signal.SIGINT)
 
         return guarded
 
     return decorated
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal has asked this process to end, as Ctrl-C does."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets SIGTERM, and SIGHUP where a terminal is closed, interrupt what runs as Ctrl-C does, where nobody handles them. Python
+    would end the process at once, and what it has started would stay."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Signalled(number)
+
+    in_main, taken = threading.current_thread() is threading.main_thread(), (signal.SIGTERM, signal.SIGHUP)
+    mine = [number for number in taken if in_main and signal.getsignal(number) == signal.SIG_DFL and not ignores(number)]
+    for number in mine:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in (number for number in mine if signal.getsignal(number) is interrupt):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def hidden(here: Path) -> str | None:

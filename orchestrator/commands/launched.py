@@ -17,7 +17,7 @@ from typing import Any
 from gangway.config.masking import masked
 from gangway.program import command
 from gangway.storage import documents
-from orchestrator.commands.launching import REFUSALS, Interrupted, run_job, why_no_outcome
+from orchestrator.commands.launching import REFUSALS, run_job, why_no_outcome
 from orchestrator.config.job import build
 from orchestrator.planning.child import PlanError
 
@@ -42,8 +42,6 @@ def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
         return {"status": "refused", "error": masked(str(refused)), "stop_reason": None}
     except PlanError as failed:
         return {"status": "failed", "error": masked(str(failed)), "stop_reason": None}
-    except Interrupted:
-        raise KeyboardInterrupt from None
     if outcome is None:
         return {"status": "failed", "error": why_no_outcome(error, lost), "stop_reason": None}
     return {name: outcome[name] for name in ("status", "error", "stop_reason")}

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
 from gangway.config.masking import masked
+from gangway.program import Signalled
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
 from gangway.terminal import arrived, ignores
@@ -38,17 +39,12 @@ from orchestrator.run_state.versions import check_versions
 from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 
-INTERRUPTED = "interrupted before anything was trained; what earlier launches of the run have saved is as it was"
 REFUSALS = (ConfigError, head.ClusterError, RunInUse, documents.StorageError, OSError)
 """What is wrong before a run begins, and about which its user can do something."""
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
 LEAVE_TIMEOUT_S = 5.0
 """How long Ray may take to shut down when its head is gone."""
-
-
-class Interrupted(Exception):
-    """Somebody has interrupted the command before there was a driver that could save anything."""
 
 
 class EndedAtOnce(Exception):
@@ -69,12 +65,11 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
     """Runs the job of a configuration, or only tells what it would be. `began_s`: when the command began, by the monotonic clock;
     all times that it shows count from then. Returns the exit status."""
     try:
-        with interruptible():
-            config = load(path, overrides)
-            if how.dry_run:
-                print(dry_run(config, how))
-                return EXIT_FINISHED if arrived() else EXIT_FAILED
-            return launch(config, began_s, fresh=how.fresh)
+        config = load(path, overrides)
+        if how.dry_run:
+            print(dry_run(config, how))
+            return EXIT_FINISHED if arrived() else EXIT_FAILED
+        return launch(config, began_s, fresh=how.fresh)
     except REFUSALS as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
@@ -84,12 +79,11 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
     except EndedAtOnce as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except (Interrupted, KeyboardInterrupt, SystemExit) as error:
+    except SystemExit as error:
         # Importing Ray puts a handler of SIGTERM in the place of ours, and it ends the process so.
-        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+        if error.code != signal.SIGTERM:
             raise
-        print(f"error: {INTERRUPTED}", file=sys.stderr)
-        return EXIT_FAILED
+        raise Signalled(signal.SIGTERM) from None
 
 
 def nothing_to_do(config: JobConfig, step: int) -> str:
@@ -181,8 +175,6 @@ def checked(config: JobConfig, began_s: float) -> tuple[report.PlanReport, bool,
     console, plan = make_console(sys.stdout, began_s, log=documents.join(config.run_dir, CONSOLE_LOG), logged=True), None
     try:
         plan, supervised = plan_and_connect(config, console)
-    except KeyboardInterrupt as error:
-        raise Interrupted from error
     finally:
         if plan is None:  # what is said of an error must not be drawn into the live lines
             console.close()
@@ -194,8 +186,8 @@ def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanRe
     starts and is imported: no machine is asked for before the plan is known to be good."""
     console.show(Status(ev="status", state="checking"))
     with report.Plan(config) as plan:
-        supervised = connect(config)
         try:
+            supervised = connect(config)
             import_ray_train()
             return plan.report(), supervised
         except BaseException:
@@ -241,22 +233,6 @@ class ThreadEnd:
             work(*arguments)
         except BaseException as error:  # a thread's boundary: shown by the main thread
             self.error = error
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Lets SIGTERM, and SIGHUP where a terminal is closed, interrupt what runs as Ctrl-C does. Python's own handlers end the
-    process, and what it has started stays."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP) if not ignores(number)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class relay_signals:

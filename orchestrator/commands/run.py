@@ -2,7 +2,7 @@
 
 On this machine alone it starts Ray itself; with RAY_ADDRESS (or driver.address, or inside `ray job submit`) it uses that cluster.
 Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, the cluster does not answer, or the run is in use;
-3 stopped on request, state saved.
+3 stopped on request, state saved; 130 (Ctrl-C) or 143 (SIGTERM) interrupted before anything was trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gangway.first_line import say
 from gangway.program import Parser, command
 
 
-@command()
+@command(interrupted="interrupted before anything was trained; what earlier launches of the run have saved is as it was")
 def main(argv: list[str] | None = None) -> int:
     began_s = time.monotonic()
     arguments = parse(sys.argv[1:] if argv is None else argv)

@@ -7,16 +7,17 @@ is in the environment of Ray's processes, which only their user can read; no fil
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import logging
 import os
 import secrets
+import signal
 import stat
+import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,6 +48,20 @@ SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or w
 """Ray's own messages about lost nodes and workers, each with a long stack. The console shows an incident instead."""
 
 
+@contextlib.contextmanager
+def sigterm_later() -> Iterator[None]:
+    """Lets a SIGTERM come when Ray has started, to whom it would have come before. Ray takes it, and its core takes it once more:
+    that would print where it is, and abort, and Ray's processes would stay. In the main thread, while there is no other one that
+    could get it."""
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@sigterm_later()
 def connect(config: JobConfig) -> bool:
     """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
 
@@ -132,8 +147,17 @@ def in_a_session() -> contextlib.AbstractContextManager[None]:
     from `timeout`, a batch system or a terminal, is for the command: it still needs Ray to save the state."""
     from cluster.ray_internals import services
 
-    # Of `Popen`, the one that Ray uses for its own processes.
-    return _replaced(services, ConsolePopen=functools.partial(services.ConsolePopen, start_new_session=True))
+    start: Any = services.ConsolePopen  # of `Popen`, the one that Ray uses for its own processes
+
+    def in_session(*command: Any, preexec_fn: Callable[[], None] | None = None, **named: Any) -> Any:
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by `sigterm_later`
+            if preexec_fn is not None:
+                preexec_fn()
+
+        return start(*command, preexec_fn=prepare, start_new_session=True, **named)
+
+    return _replaced(services, ConsolePopen=in_session)
 
 
 @contextlib.contextmanager
@@ -187,9 +211,9 @@ def head_address() -> str:
 
 
 def disconnect() -> None:
-    import ray
-
-    ray.shutdown()
+    """Ends the connection, and the Ray that this process has started, if there is one."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 def join(address: str) -> None:

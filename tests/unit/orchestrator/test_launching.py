@@ -6,10 +6,13 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from gangway import program
 from orchestrator.commands import launching
+from orchestrator.commands import run as command_of_run
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
 from orchestrator.reporting.board import Board
@@ -94,18 +97,15 @@ def test_a_disk_that_fails_at_the_start_is_a_line_and_no_traceback(monkeypatch, 
     assert capsys.readouterr().err == "error: [Errno 5] Input/output error: '/runs/a'\n"
 
 
-@pytest.mark.parametrize(("end", "status"), [(SystemExit(signal.SIGTERM), outcome.EXIT_FAILED), (SystemExit(3), None)])
-def test_a_sigterm_that_ray_takes_is_an_interruption_and_another_exit_is_none(monkeypatch, capsys, end, status):
-    def load(path, overrides):
-        raise end
+BEFORE = "interrupted before anything was trained; what earlier launches of the run have saved is as it was\n"
 
-    monkeypatch.setattr(launching, "load", load)
-    if status is None:
-        with pytest.raises(SystemExit):
-            launching.run("x.yaml", [], launching.How(), began_s=0.0)
-        return
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == status
-    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
+
+def test_a_sigterm_that_ray_takes_is_an_interruption_and_another_exit_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(launching, "load", Mock(side_effect=[SystemExit(signal.SIGTERM), SystemExit(3)]))
+    assert command_of_run.main(["x.yaml"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == BEFORE
+    with pytest.raises(SystemExit):
+        command_of_run.main(["x.yaml"])
 
 
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
@@ -113,9 +113,9 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
+    assert command_of_run.main(["x.yaml"]) == 130
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
+    assert capsys.readouterr().err == BEFORE
 
 
 # ---------------------------------------------------------------------- signals
@@ -130,6 +130,7 @@ def asked(board):
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OF_PYTHON = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_signal_that_was_ignored_at_the_start_is_ignored_to_the_end(tmp_path, 
     """Without a terminal, as under `nohup`; behind `&` in a script."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with launching.interruptible():
+        with program.interruptible():
             signal.raise_signal(number)
         with launching.relay_signals(board := Board(), str(tmp_path), "here"):
             signal.raise_signal(number)
@@ -180,16 +181,19 @@ def test_a_signal_after_the_end_of_the_board_raises_nothing(tmp_path):
 @pytest.mark.usefixtures("of_a_terminal")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happened, monkeypatch, capsys, number):
+    monkeypatch.setattr(program, "ignores", lambda number: False)
     monkeypatch.setattr(report.Plan, "report", lambda plan: os.kill(os.getpid(), number))
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: Console())
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.signal(each, handler) for each, handler in zip(SIGNALS, OF_PYTHON, strict=True)]
     try:
-        assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
+        assert command_of_run.main(["x.yaml"]) == 128 + number
+        assert tuple(signal.getsignal(each) for each in SIGNALS) == OF_PYTHON
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(each, handler)
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == f"error: {launching.INTERRUPTED}\n"
+    assert capsys.readouterr().err.endswith(BEFORE)
 
 
 def test_the_file_that_has_the_output_of_the_hosts_is_named_unless_it_is_shown(job):
