@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -37,9 +38,17 @@ def environment(scheme: str, url: str) -> dict[str, str]:
 @contextmanager
 def moto() -> Iterator[str]:
     """Yields the address of an S3 with the bucket BUCKET."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
+
+    def put_alone(self: S3Response) -> object:
+        with one_at_a_time:  # it looks whether there is such an object, then writes: two could be told that they were first
+            return put(self)
+
+    S3Response.put_object = put_alone
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
