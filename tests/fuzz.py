@@ -23,7 +23,7 @@ FOLDER = ROOT / "build" / "fuzz"
 COUNT, SEED = "TESTS_FUZZ_COUNT", "TESTS_FUZZ_SEED"
 CASES_A_ROUND = 100
 OF_PROCESSES = 20
-"""Cases in a round whose cases are processes that wait for a disk: a round ends in time beside other work too."""
+"""Cases in a round whose cases are processes that wait: a round ends in time beside other work too."""
 OWNERS = "tests/unit/trainers/checkpoint/test_random_owners.py"
 DEPLOY = "tests/unit/orchestrator/deploy"
 DATA, HF = "tests/unit/trainers/data", "tests/unit/trainers/models/hf"
@@ -41,6 +41,7 @@ KINDS = {
     "owners_on_disk": f"{OWNERS}::test_many_drivers_take_a_run_on_a_disk_from_each_other",
     "owners_in_bucket": f"{OWNERS}::test_many_drivers_take_a_run_in_a_bucket_from_each_other",
     "power_cuts": f"{OWNERS}::test_many_power_cuts_lose_nothing_that_was_saved",
+    "signals": "tests/faults/test_signals.py::test_each_of_many_signals_has_a_true_end_and_leaves_nothing",
     "driver": "tests/unit/orchestrator/driver/test_driver_model.py::test_many_runs_end_as_if_nothing_had_happened",
 }
 
@@ -57,7 +58,7 @@ def seed(in_suite: int) -> int:
 
 def cases_of(kind: str) -> int:
     """Returns how many cases one round has."""
-    return OF_PROCESSES if OWNERS in KINDS[kind] else CASES_A_ROUND
+    return OF_PROCESSES if OWNERS in KINDS[kind] or kind == "signals" else CASES_A_ROUND
 
 
 def main() -> int:

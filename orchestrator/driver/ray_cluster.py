@@ -28,6 +28,7 @@ from orchestrator.config.job import JobConfig
 from orchestrator.driver import head
 from orchestrator.driver.ray_train import SETTINGS
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 AGENT_TIMEOUT = "RAY_agent_register_timeout_ms"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -49,11 +50,11 @@ SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or w
 
 
 @contextlib.contextmanager
-def sigterm_later() -> Iterator[None]:
-    """Lets a SIGTERM come when Ray has started, to whom it would have come before. Ray takes it, and its core takes it once more:
-    that would print where it is, and abort, and Ray's processes would stay. In the main thread, while there is no other one that
-    could get it."""
-    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def signals_later() -> Iterator[None]:
+    """Lets the signals that end a command come when Ray has started, to whom they would have come before. Half of a Ray cannot be
+    ended: its processes would stay, or this one would crash. And its core takes SIGTERM, prints where it is, and aborts. In the
+    main thread, while there is no other one that could get them."""
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
@@ -61,7 +62,7 @@ def sigterm_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-@sigterm_later()
+@signals_later()
 def connect(config: JobConfig) -> bool:
     """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
 
@@ -151,7 +152,7 @@ def in_a_session() -> contextlib.AbstractContextManager[None]:
 
     def in_session(*command: Any, preexec_fn: Callable[[], None] | None = None, **named: Any) -> Any:
         def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by `sigterm_later`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked by `signals_later`
             if preexec_fn is not None:
                 preexec_fn()
 
@@ -195,7 +196,7 @@ def patient_with_agents(limit_s: float) -> Iterator[None]:
             except RuntimeError:
                 if node_id in raylets and (status := raylets[node_id].poll()) is not None:
                     raise OSError(f"its raylet ended with status {status}; raylet.err says why.") from None
-                if time.monotonic() > end_s:
+                if time.monotonic() > end_s or {*ENDING} & signal.sigpending():
                     raise
 
     os.environ.setdefault(AGENT_TIMEOUT, str(int(limit_s * 1000)))
