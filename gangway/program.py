@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 from gangway.surroundings import ensure_home
 from gangway.terminal import arrived, ignores, streams
@@ -67,6 +67,14 @@ def command(
         return guarded
 
     return decorated
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a program with the exit status of its command. A signal that comes from now on, while libraries end, changes nothing
+    of it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
 
 
 class Signalled(KeyboardInterrupt):

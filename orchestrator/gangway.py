@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from gangway.config.section import did_you_mean
-from gangway.program import EXIT_FINE, EXIT_REFUSED, GANGWAY, command, has_source
+from gangway.program import EXIT_FINE, EXIT_REFUSED, GANGWAY, command, has_source, leave
 from gangway.surroundings import keep_freed_memory
 from orchestrator.shipped.files import configuration_named
 
@@ -62,16 +62,16 @@ COMMANDS = {
 }
 
 
-def script() -> int:
+def script() -> NoReturn:
     """The program that `pip install` makes. Imports modules of the working folder first, as `python -m` does."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
         print("error: the working folder is gone: start in another one", file=sys.stderr)
-        return EXIT_REFUSED
+        leave(EXIT_REFUSED)
     if not sys.flags.safe_path:
         sys.path[0] = here  # in the place of the folder of the program
-    return main()
+    leave(main())
 
 
 @command()
@@ -150,4 +150,4 @@ def with_shipped(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

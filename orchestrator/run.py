@@ -1,8 +1,7 @@
 """The command `python -m orchestrator.run`."""
 
-import sys
-
+from gangway.program import leave
 from orchestrator.commands.run import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

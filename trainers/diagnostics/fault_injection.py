@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -159,6 +160,12 @@ def odd_event(injector: Injector, order: Mapping[str, Any], state: RunInfo, batc
     runtime.current().send(past)
 
 
+def fork(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
+    """Has processes that it forks compute something, as user code does with `multiprocessing`."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+
+
 def kill(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
     """Ends the process as `kill -9` from outside would, but at a known batch."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -171,7 +178,7 @@ def stop(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: An
 
 FAULTS: dict[str, Callable[[Injector, Mapping[str, Any], RunInfo, Any], None]] = {
     fault.__name__: fault
-    for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, device_error, odd_event, kill, stop)
+    for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, device_error, odd_event, fork, kill, stop)
 }
 
 

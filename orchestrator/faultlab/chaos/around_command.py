@@ -1,4 +1,5 @@
-"""Faults around the command of a run: its terminal is closed, nobody reads what it prints, the disk is full as it ends.
+"""Faults around the command of a run: its terminal is closed, nobody reads what it prints, the disk is full as it ends, it gets a
+signal as it starts, its data are others.
 
 Where the command has ended because of it, it is run again as a user would. What it said last, and its exit status, must be what
 is on the disk.
@@ -7,19 +8,24 @@ is on the disk.
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import subprocess
+import sys
 import time
 
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.run_state.lease import RENEW_EVERY_S, TTL_S
-from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED
 
 FULL_S = 15.0
 """How long the disk stays full. A run whose last save has failed tries again meanwhile."""
 SUPERSEDED_S = 180.0
 """The most that a second command may need to take a run over, and the first one to end."""
+START_S = 5.0
+"""About as long as a command needs until its gang trains."""
 LAST_STRETCH_S = 600.0
 """The most that a run may need from its last fault but one to its end."""
 STOPPED_AT = re.compile(r"^stopped at (\d+); (?:saved at (\d+)|nothing is saved)", re.MULTILINE)
@@ -65,6 +71,70 @@ def supersede(testbed: Testbed, fault: Fault) -> Details:
     finally:
         os.kill(asleep.pid, signal.SIGCONT)
     return {"pid": asleep.pid, "status": command.wait(SUPERSEDED_S)}
+
+
+def strike_a_start(testbed: Testbed, fault: Fault) -> Details:
+    """Wherever it is in its start: Ray starts, the model is checked, the gang is made."""
+    run, rng = testbed.run, random.Random(fault.salt)
+    stop_command(run)
+    number, delay_s = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.uniform(0, START_S)
+    run.start()
+    time.sleep(delay_s)
+    run.process.send_signal(number)
+    details = {"signal": number.name, "delay_s": round(delay_s, 2), "status": run.process.wait(SUPERSEDED_S)}
+    if details["status"] not in (128 + number, -number, EXIT_STOPPED):
+        raise RunError(
+            f"{number.name} {delay_s:.1f} s after its start: the command ended with {details['status']}; see {run.output}"
+        )
+    return details
+
+
+def print_to_a_full_disk(testbed: Testbed, fault: Fault) -> Details:
+    command = [sys.executable, "-m", "orchestrator.gangway", "status", testbed.run.run_dir.url, "--json"]
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, check=False, timeout=SUPERSEDED_S)
+    if told.returncode != EXIT_FAILED:
+        raise RunError(f"`gangway status` to a full disk ended with {told.returncode}, expected {EXIT_FAILED}")
+    return {"status": told.returncode}
+
+
+def change_data(testbed: Testbed, fault: Fault) -> Details:
+    """In one of three ways: a file is longer, has other letters, or is gone."""
+    assert testbed.data is not None
+    run, rng = testbed.run, random.Random(fault.salt)
+    stop_command(run)
+    file = rng.choice(sorted(testbed.data.iterdir()))
+    text, how = file.read_text(), rng.choice(["longer", "other", "gone"])
+    said_before = len(run.console())
+    match how:
+        case "longer":
+            file.write_text(f"{text}more")
+        case "other":
+            file.write_text(text.swapcase())
+        case "gone":
+            file.rename(file.with_suffix(".away"))
+    run.start()
+    status, said = run.process.wait(SUPERSEDED_S), run.console()[said_before:]
+    if how == "gone":
+        file.with_suffix(".away").rename(file)
+    file.write_text(text)
+    if status != EXIT_REFUSED or file.name not in said:
+        raise RunError(
+            f"{file.name} is {how}: the command ended with {status}, expected a refusal that names it; see {run.output}"
+        )
+    return {"file": file.name, "how": how, "status": status}
+
+
+def stop_command(run: Run) -> None:
+    """Asks the command to stop, as Ctrl-C does, and waits until it has saved and stopped."""
+    run.tree()
+    run.process.send_signal(signal.SIGINT)
+    if (status := run.process.wait(SUPERSEDED_S)) != EXIT_STOPPED:
+        raise RunError(f"the command was asked to stop, and ended with {status}; see {run.output}")
+
+
+def start_again(testbed: Testbed, injection: Injection) -> None:
+    testbed.run.start()
 
 
 def was_refused(testbed: Testbed, injection: Injection) -> None:

@@ -48,6 +48,8 @@ SMALLEST_DISK_BYTES = 64 << 20
 CHECKPOINTS_ON_A_DISK = 8
 """How many checkpoints fit on the small disk: those that are kept, and one that is being written."""
 LOG_WIDTH = 160
+TEXTS, NUM_TEXTS = "texts", 60
+TEXT_WINDOWS = "trainers.data.sources.text:text_windows"
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 
 
@@ -152,6 +154,8 @@ def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobCon
         raise RunError("; ".join(f"{kind}: {why}" for kind, why in skipped.items()))
     planned = faults.schedule(kinds, arguments.count or len(kinds), num_hosts(config.hosts), arguments.seed, arguments.spread_s)
     with work_folder(config.run_dir) as folder:
+        if faults.need(kinds, "data"):
+            overrides = [*overrides, f"data.paths=[{texts_of_its_own(folder)}]"]
         run = disturb(arguments, overrides, config, planned, folder)
         finished = run.summary["status"] == "finished"
         reference = replay(arguments.config, overrides, config, run.summary, folder) if finished else NO_REFERENCE
@@ -161,6 +165,15 @@ def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobCon
     documents.write_json(path, {**asked, **result.to_dict()})
     print(f"written to {path}")
     return result
+
+
+def texts_of_its_own(folder: Path) -> Path:
+    """Returns a folder of texts, of the standard library, that may be changed."""
+    made = folder.absolute() / TEXTS
+    made.mkdir(parents=True)
+    for source in sorted(Path(os.__file__).parent.glob("*.py"))[:NUM_TEXTS]:
+        shutil.copyfile(source, made / f"{source.stem}.txt")
+    return made
 
 
 @contextmanager
@@ -191,6 +204,8 @@ def why_not(kind: str, config: JobConfig) -> str | None:
             return "it needs a cluster of its own, and the run is to use one that is there"
     if "end" in needs and config.training.max_num_steps is None:
         return "it comes as the run ends, and nobody knows where that is; set max_num_steps"
+    if "data" in needs and (config.training.data.dataset != TEXT_WINDOWS or config.training.data.prepared is not None):
+        return "it changes the texts of a run, and this one learns from other data; leave data.dataset and data.prepared out"
     if "network" in needs:
         return why_no_network()
     return why_no_such_storage(needs, config)
@@ -289,7 +304,8 @@ def build_testbed(
         for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
             cluster.add_machines()
     training = config.training
-    return Testbed(run, cluster, disk, server, programs, training.max_num_steps, training.checkpoint.save_steps), run_dir
+    data = folder.absolute() / TEXTS if faults.need(kinds, "data") else None
+    return Testbed(run, cluster, disk, server, programs, data, training.max_num_steps, training.checkpoint.save_steps), run_dir
 
 
 def disk_bytes(config: JobConfig) -> int:

@@ -41,8 +41,8 @@ class Kind:
     heal: Callable[[Testbed, Injection], None] = nothing
     needs: str = ""
     """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), folder (as storage), mlflow,
-    supervisor, programs (a folder of its own for executables), terminal, reader (of what the command prints), end (of the run, at
-    a known step); and `fresh`: a checkpoint that was completed just now, and one before it."""
+    supervisor, programs (a folder of its own for executables), data (texts of its own), terminal, reader (of what the command
+    prints), end (of the run, at a known step); and `fresh`: a checkpoint that was completed just now, and one before it."""
     last: int = 0
     """Kinds with a higher number come after all others: nothing of the run can be seen on its console any more, or it is over."""
     overrides: tuple[str, ...] = ()
@@ -248,6 +248,23 @@ KINDS: Mapping[str, Kind] = {
         injectors.order_odd_events,
         must_show=False,
         until=injectors.an_odd_event_was_told,
+    ),
+    "forking_user": Kind("code of the user's forks a pool of processes on one host", injectors.ordered("fork"), must_show=False),
+    "signal_in_start": Kind(
+        "the command is stopped, and gets another signal as it is run again; then it is run once more",
+        around_command.strike_a_start,
+        must_show=False,
+        heal=around_command.start_again,
+    ),
+    "full_output": Kind(
+        "what `gangway status` prints arrives nowhere (a full disk)", around_command.print_to_a_full_disk, must_show=False
+    ),
+    "other_data": Kind(
+        "the command is stopped, and run again where its data have changed; then they are as before",
+        around_command.change_data,
+        must_show=False,
+        heal=around_command.start_again,
+        needs="data",
     ),
     "terminal": Kind(
         "the terminal of the command is closed (SIGHUP); then it is run again",

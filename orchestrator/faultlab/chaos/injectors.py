@@ -59,6 +59,8 @@ class Testbed:
     mlflow: MlflowServer | None = None
     programs: Path | None = None
     """Where its hosts keep executables."""
+    data: Path | None = None
+    """The texts that it learns from."""
     max_steps: int | None = None
     """Where the run ends."""
     save_steps: int | None = None

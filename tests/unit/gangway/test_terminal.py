@@ -172,6 +172,29 @@ def test_an_error_that_its_user_can_mend_is_one_line_and_others_are_none_of_it(c
         main(KeyError("a mistake"))
 
 
+LEAVES = """
+import atexit, os, signal, sys
+from gangway.program import command, leave
+
+@command()
+def main():
+    return 3
+
+def strike():
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    print("libraries have ended")
+
+atexit.register(strike)
+leave(main())
+"""
+
+
+def test_a_signal_while_libraries_end_changes_nothing_of_the_exit_status():
+    ran = run([sys.executable, "-c", LEAVES])
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "libraries have ended\n", "")
+
+
 def test_a_command_that_is_interrupted_says_so(capsys):
     @command(interrupted="interrupted: nothing is written")
     def main():

@@ -139,7 +139,9 @@ def test_the_program_imports_from_the_working_folder_as_python_m_does(monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["/environment/bin", *sys.path])
     monkeypatch.setattr(sys, "argv", ["/environment/bin/gangway", "run", "CONFIG"])
-    assert gangway.script() == 7
+    monkeypatch.setattr(gangway, "leave", sys.exit)  # this process goes on
+    with pytest.raises(SystemExit, match="7"):
+        gangway.script()
     assert sys.path[0] == str(tmp_path)
     assert "/environment/bin" not in sys.path
 
@@ -149,7 +151,9 @@ def test_a_working_folder_that_was_deleted_is_reported(monkeypatch, capsys, call
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "getcwd", getcwd)
-    assert gangway.script() == 2
+    monkeypatch.setattr(gangway, "leave", sys.exit)  # this process goes on
+    with pytest.raises(SystemExit, match="2"):
+        gangway.script()
     assert "the working folder is gone" in capsys.readouterr().err
 
 
