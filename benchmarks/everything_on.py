@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_overhead import StopAfterWarmUp, our_loop
+from gangway.user_modules import load_object
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.config import CheckpointConfig, DistributionConfig, EvaluationConfig, MetricsConfig
-from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.arguments import TrainingArguments
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.settings import read

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 
+from gangway.user_modules import load_object
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, from_dict
 
 EVERY = 50
 MODEL = {"vocab_size": 256, "width": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 384}

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from gangway.user_modules import load_object
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.tasks.causal_lm import CausalLMTask
 
 STEPS, EVERY = 2000, 250

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
+from gangway.user_modules import load_object
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
 from trainers.config import CheckpointConfig, EvaluationConfig
-from trainers.config.arguments import load_object
 from trainers.loop.inflight import Flags
 from trainers.loop.saver import TimeUsed
 from trainers.settings import read

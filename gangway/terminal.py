@@ -141,16 +141,13 @@ def _lead_nowhere(stream: TextIO) -> None:
 # ---------------------------------------------------------------------- a terminal that is closed
 
 
-def outlives_terminal() -> bool:
-    """Returns whether this process goes on when a terminal is closed: under `nohup`, which ignores SIGHUP, or as the leader of a
-    session that has no terminal (`setsid`, a service). Others are asked to end by SIGHUP."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or (os.getsid(0) == os.getpid() and not _has_terminal())
-
-
 def ignores(number: int) -> bool:
-    """Returns whether this process goes on at a signal that asks others to end: SIGHUP where it outlives its terminal, and SIGINT
-    where it was started with that ignored, as by `&` in a script, so that Ctrl-C is for what the terminal shows."""
-    return outlives_terminal() if number == signal.SIGHUP else signal.getsignal(number) == signal.SIG_IGN
+    """Returns whether this process goes on at a signal that asks others to end: at SIGINT where it was started with that ignored,
+    as by `&` in a script, so that Ctrl-C is for what the terminal shows; at SIGHUP under `nohup`, which ignores it, or as the
+    leader of a session that has no terminal (`setsid`, a service)."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        return True
+    return number == signal.SIGHUP and os.getsid(0) == os.getpid() and not _has_terminal()
 
 
 def _has_terminal() -> bool:

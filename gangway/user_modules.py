@@ -1,25 +1,123 @@
-"""What a user's module may not do to the process that imports it. Free of JAX."""
+"""Code of the user's: what of it a process may import, and what a module may not do as it is imported. Free of JAX."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import thread as futures
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from gangway.config.importable import of_a_copy
+from gangway.config.section import PATH, did_you_mean, require
 from gangway.errors import ModuleError, user_frame
 
 TAKEN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_JAX = ("JAX_*", "XLA_*", "CUDA_VISIBLE_DEVICES")
 """Variables that JAX reads, and does not set as it is imported."""
+OWN = "trainers"
+"""The package whose classes and functions the documents of any checkpoint may name."""
 _one_at_a_time = threading.RLock()
+
+
+class UntrustedCodeError(ValueError):
+    """Data names code that nobody has allowed."""
+
+
+@dataclass(frozen=True)
+class _Trust:
+    source: Path
+    """The folder or file whose documents name the code."""
+    allowed: frozenset[str]
+
+
+_trust: ContextVar[_Trust | None] = ContextVar("trust", default=None)
+
+
+@contextmanager
+def named_by_data(source: str, allowed: Collection[str] = ()) -> Iterator[None]:
+    """Within this block, the names of code come from the documents at `source`, which may be anybody's: `check` lets gangway's
+    own pass, and those that are `allowed`, by their exact names. No module is imported from inside `source` itself, nor from the
+    run that it is a checkpoint of."""
+    folder = Path(os.path.realpath(source))
+    folder = folder.parents[1] if folder.parent.name in ("checkpoints", "models") else folder
+    before = list(sys.path)
+    # What is imported from here on could have the name of any module.
+    sys.path[:] = [entry for entry in sys.path if not _inside(entry or os.getcwd(), folder)]
+    token = _trust.set(_Trust(folder, frozenset(allowed)))
+    try:
+        yield
+    finally:
+        _trust.reset(token)
+        sys.path[:] = before
+
+
+def _places(module: str) -> list[str]:
+    """Returns the files and folders that a module is, or would be, imported from. Its parents are imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return []  # the import says what is wrong
+    if spec is None:
+        return []
+    return [*([spec.origin] if spec.has_location and spec.origin else []), *(spec.submodule_search_locations or ())]
+
+
+def _inside(path: str, folder: Path) -> bool:
+    found = Path(os.path.realpath(path))
+    return found == folder or folder in found.parents
+
+
+def load_object(path: str) -> Any:
+    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found, or that data
+    names it and nobody has allowed it."""
+    module_name, _, attribute = path.partition(":")
+    require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
+    if (trust := _trust.get()) is not None:
+        _check(path, trust)
+    try:
+        module = importlib.import_module(module_name) if module_name in sys.modules else imported(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH){of_a_copy()}"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")
+    value = getattr(module, attribute)
+    # One of gangway's modules may only have imported it.
+    if trust is not None and path.startswith(f"{OWN}.") and not str(getattr(value, "__module__", "")).startswith(f"{OWN}."):
+        raise UntrustedCodeError(f"{path} is nothing of gangway's: expected a class or a function of {OWN}")
+    return value
+
+
+def _check(path: str, trust: _Trust) -> None:
+    """Raises UntrustedCodeError if `package.module:Name` is named by data, and must not be imported."""
+    module = path.partition(":")[0]
+    if module.partition(".")[0] == OWN:
+        return
+    if path not in trust.allowed:
+        raise UntrustedCodeError(
+            f"{trust.source} names code that is not gangway's: {path}. It would run on this machine with your rights. If it is "
+            f"yours, or you have read it: --trust-code {path}"
+        )
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        for place in _places(".".join(parts[:end])):
+            if _inside(place, trust.source):
+                raise UntrustedCodeError(
+                    f"{path} would be imported from {place}, which is inside of {trust.source}: code is never taken from there; "
+                    "copy the file that you have read to another folder, and start there"
+                )
 
 
 def imported(name: str) -> ModuleType:
@@ -29,8 +127,6 @@ def imported(name: str) -> ModuleType:
     Raises ModuleError if it ends the process, or leaves it changed: see `_done_to_process`. It is imported again next time, and
     refused again."""
     with _one_at_a_time:
-        if name in sys.modules:
-            return importlib.import_module(name)
         changes, words, ended = _done_to_process(), sys.argv[1:], ""
         try:
             with redirect_stdout(sys.stderr):
@@ -53,7 +149,11 @@ def imported(name: str) -> ModuleType:
 
 def _done_to_process() -> list[Callable[[], str]]:
     """Returns functions that look at what has been done to this process since: each undoes it, and says what; empty: nothing."""
-    here, filters, variables = os.getcwd(), [*warnings.filters], _variables_of_jax()
+
+    def variables_of_jax() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, each) for each in OF_JAX)}
+
+    here, filters, variables = os.getcwd(), [*warnings.filters], variables_of_jax()
     in_main = threading.current_thread() is threading.main_thread()  # no other thread can take signals
     handlers = {number: signal.getsignal(number) for number in TAKEN_SIGNALS if in_main}
     start, started = threading.Thread.start, []
@@ -92,7 +192,7 @@ def _done_to_process() -> list[Callable[[], str]]:
         return "makes errors of the warnings of all modules" if new else ""
 
     def of_jax() -> str:
-        now = _variables_of_jax()
+        now = variables_of_jax()
         changed = sorted(name for name in {*now, *variables} if now.get(name) != variables.get(name))
         for name in changed:
             os.environ.pop(name, None)
@@ -100,7 +200,3 @@ def _done_to_process() -> list[Callable[[], str]]:
         return f"sets {', '.join(changed)} (the shell, or hosts.env, is the place)" if changed else ""
 
     return [threads, folder, signals, errors, of_jax]
-
-
-def _variables_of_jax() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, each) for each in OF_JAX)}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gangway.config import importable
+from gangway import user_modules
 from gangway.errors import UsageError
 from trainers.checkpoint.export import from_safetensors
 from trainers.checkpoint.mlflow_model import CLASSIFIER_FILE, PARAMS
@@ -37,7 +37,7 @@ ROWS = 16
 
 def _load_pyfunc(path: str) -> LanguageModel | Classifier:
     """Returns what predicts with the model in this folder: the name and the argument are MLflow's."""
-    with importable.named_by_data(path):  # whoever registered the model has written what it names
+    with user_modules.named_by_data(path):  # whoever registered the model has written what it names
         return Classifier(Path(path)) if Path(path, CLASSIFIER_FILE).is_file() else LanguageModel(path)
 
 

@@ -6,10 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,81 +26,6 @@ def why_not_here(what: str, environ: Mapping[str, str]) -> str | None:
         f"{what}() was called while launch() imported this file in another process: put the calls of fit and launch below "
         'if __name__ == "__main__":'
     )
-
-
-class UntrustedCodeError(ValueError):
-    """Data names code that nobody has allowed."""
-
-
-@dataclass(frozen=True)
-class _Trust:
-    source: Path
-    """The folder or file whose documents name the code."""
-    allowed: frozenset[str]
-
-
-_trust: ContextVar[_Trust | None] = ContextVar("trust", default=None)
-
-
-@contextmanager
-def named_by_data(source: str, allowed: Collection[str] = ()) -> Iterator[None]:
-    """Within this block, the names of code come from the documents at `source`, which may be anybody's: `check` lets gangway's
-    own pass, and those that are `allowed`, by their exact names. No module is imported from inside `source` itself, nor from the
-    run that it is a checkpoint of."""
-    folder = Path(os.path.realpath(source))
-    folder = folder.parents[1] if folder.parent.name in ("checkpoints", "models") else folder
-    before = list(sys.path)
-    # What is imported from here on could have the name of any module.
-    sys.path[:] = [entry for entry in sys.path if not _inside(entry or os.getcwd(), folder)]
-    token = _trust.set(_Trust(folder, frozenset(allowed)))
-    try:
-        yield
-    finally:
-        _trust.reset(token)
-        sys.path[:] = before
-
-
-def check(path: str) -> None:
-    """Raises UntrustedCodeError if `package.module:Name` is named by data, and must not be imported."""
-    trust, module = _trust.get(), path.partition(":")[0]
-    if trust is None or module.partition(".")[0] == OWN:
-        return
-    if path not in trust.allowed:
-        raise UntrustedCodeError(
-            f"{trust.source} names code that is not gangway's: {path}. It would run on this machine with your rights. If it is "
-            f"yours, or you have read it: --trust-code {path}"
-        )
-    parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        for place in _places(".".join(parts[:end])):
-            if _inside(place, trust.source):
-                raise UntrustedCodeError(
-                    f"{path} would be imported from {place}, which is inside of {trust.source}: code is never taken from there; "
-                    "copy the file that you have read to another folder, and start there"
-                )
-
-
-def check_own(path: str, value: Any) -> None:
-    """Raises UntrustedCodeError if data names something that one of gangway's modules has only imported."""
-    is_own = str(getattr(value, "__module__", "")).startswith(f"{OWN}.")
-    if _trust.get() is not None and path.startswith(f"{OWN}.") and not is_own:
-        raise UntrustedCodeError(f"{path} is nothing of gangway's: expected a class or a function of {OWN}")
-
-
-def _places(module: str) -> list[str]:
-    """Returns the files and folders that a module is, or would be, imported from. Its parents are imported."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return []  # the import says what is wrong
-    if spec is None:
-        return []
-    return [*([spec.origin] if spec.has_location and spec.origin else []), *(spec.submodule_search_locations or ())]
-
-
-def _inside(path: str, folder: Path) -> bool:
-    found = Path(os.path.realpath(path))
-    return found == folder or folder in found.parents
 
 
 def path_of(value: Any) -> str:

@@ -171,6 +171,9 @@ def _plain_values() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
+PLAIN_VALUES = _plain_values()
+
+
 @cache
 def _loader_class() -> type[yaml.SafeLoader]:
     import yaml
@@ -178,7 +181,7 @@ def _loader_class() -> type[yaml.SafeLoader]:
     class Loader(yaml.SafeLoader):
         """YAML 1.2's plain values: `no` is text, `3e-4` a number, `1:30`, `010` and dates are text."""
 
-        yaml_implicit_resolvers = _plain_values()
+        yaml_implicit_resolvers = PLAIN_VALUES
 
     return Loader
 
@@ -187,14 +190,7 @@ def to_text(data: Mapping[str, Any]) -> str:
     """Returns plain data as YAML, in the order of its keys; `parse` makes the same data of it."""
     import yaml
 
-    return yaml.dump(dict(data), Dumper=_dumper_class(), sort_keys=False, width=120, allow_unicode=True)
-
-
-@cache
-def _dumper_class() -> type[yaml.SafeDumper]:
-    import yaml
-
-    tables = (yaml.SafeDumper.yaml_implicit_resolvers, _plain_values())
+    tables = (yaml.SafeDumper.yaml_implicit_resolvers, PLAIN_VALUES)
     of_both = {letter: [each for table in tables for each in table.get(letter, ())] for letter in {**tables[0], **tables[1]}}
 
     class Dumper(yaml.SafeDumper):
@@ -213,7 +209,7 @@ def _dumper_class() -> type[yaml.SafeDumper]:
         return dumper.represent_scalar(f"{YAML}str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, of_text)
-    return Dumper
+    return yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 class _Reading:

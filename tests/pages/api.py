@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from gangway.config.section import Section
+from gangway.user_modules import load_object
 from tests.pages.docstrings import of_fields, paragraphs
-from trainers.config.arguments import load_object
 
 HEAD = """# Python API
 

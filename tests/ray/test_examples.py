@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gangway.user_modules import load_object
 from orchestrator.config.job import ConfigError, load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
@@ -16,7 +17,6 @@ from tests.ray.machines import own_ray
 from tests.saved import saved
 from tests.strikes import Folder
 from trainers.base import BaseTrainer
-from trainers.config.arguments import load_object
 from trainers.protocol import TrainerProtocol
 
 WINGS = ("examples", "trainers/tasks", "trainers/trainer", "trainers/commands", "orchestrator/driver")

@@ -32,6 +32,7 @@ import yaml
 
 import trainers.commands.run
 from gangway.stop_reason import StopReason
+from gangway.user_modules import load_object
 from orchestrator.config.job import ConfigError, build, load
 from tests import ROOT
 from tests.unit.documents import DOCUMENTS, Block, blocks, inline_code
@@ -41,7 +42,7 @@ from trainers import protocol, runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.library import Training
 from trainers.step.state import initial_parameters
 

@@ -26,6 +26,7 @@ from tests.programs import checkpointing
 NEW_FOLDER = "it writes into a folder with a random name that it has just created"
 OWN_MACHINE = "it writes into a folder of a test bed, or of an injected fault, that this user has made"
 OTHERWISE = {
+    "orchestrator/faultlab/chaos/around_command.py": OWN_MACHINE,
     "orchestrator/faultlab/chaos/injectors.py": OWN_MACHINE,
     "orchestrator/faultlab/testbed/live_run.py": OWN_MACHINE,
     "orchestrator/faultlab/testbed/local_cluster.py": OWN_MACHINE,

@@ -7,10 +7,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from gangway.user_modules import load_object
 from orchestrator import gangway
 from tests import PACKAGES, ROOT
 from tests.imports import sources
-from trainers.config.arguments import load_object
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ OURS = "trainers."
 def predicts(task: str) -> str:
     """Returns what the model of a task (`package.module:Class`) predicts from a text: `texts` or `labels`, as the task says
     itself (`predicts`). Raises UsageError if it is neither."""
-    from trainers.config.arguments import load_object
+    from gangway.user_modules import load_object
 
     # One of a user's own is not imported for this: a model that is no decoder is refused when its weights are written.
     found = getattr(load_object(task), "predicts", None) if task.startswith(OURS) else TEXTS

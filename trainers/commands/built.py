@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from gangway.errors import UsageError
-from trainers.config.arguments import TrainingArguments, dataset_function, load_object
+from gangway.user_modules import load_object
+from trainers.config.arguments import TrainingArguments, dataset_function
 
 
 def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:

@@ -59,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def named_by(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Returns what guards the imports: without CONFIG whoever made the checkpoint has written what is imported."""
-    from gangway.config import importable
+    from gangway import user_modules
 
-    return nullcontext() if options.config is not None else importable.named_by_data(options.source, options.trust_code)
+    return nullcontext() if options.config is not None else user_modules.named_by_data(options.source, options.trust_code)
 
 
 def results_of(options: argparse.Namespace) -> Iterator[Result]:

@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     texts = prompts_of(options)
     tell(f"reading {options.source}")
     # Whoever made the run or the folder has written what it names.
-    from gangway.config import importable
+    from gangway import user_modules
 
-    with importable.named_by_data(options.source, options.trust_code):
+    with user_modules.named_by_data(options.source, options.trust_code):
         return run(options, texts)
 
 
@@ -175,8 +175,8 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
 
 def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
     """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
+    from gangway.user_modules import load_object
     from trainers.commands.saved_models import arguments_of, files_of, look
-    from trainers.config.arguments import load_object
     from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
     from trainers.models.hf import vision_config

@@ -30,10 +30,11 @@ from gangway.program import parser as command_parser
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url, write_text
 from gangway.surroundings import allow_for_forced_devices
+from gangway.user_modules import load_object
 from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
-from trainers.config.arguments import TrainingArguments, dataset_function, load_object, recorded_arguments
+from trainers.config.arguments import TrainingArguments, dataset_function, recorded_arguments
 from trainers.console.screens import CONSOLE_LOG, Console, LoggedConsole, make_console
 from trainers.console.view import for_console
 from trainers.recorders.dispatch import Recorders

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gangway import user_modules
-from gangway.config import importable
 from gangway.config.conversion import convert_sections, from_dict
-from gangway.config.importable import of_a_copy
 from gangway.config.masking import masked
-from gangway.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
+from gangway.config.section import Section, not_paths, parse_duration_s, require, require_none, too_small
+from gangway.user_modules import load_object
 from trainers.config import (
     AnomalyConfig,
     CheckpointConfig,
@@ -274,21 +272,3 @@ def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
     cls = type(arguments)
     return {"arguments": masked(asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
-
-
-def load_object(path: str) -> Any:
-    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found, or that data
-    names it and nobody has allowed it."""
-    module_name, _, attribute = path.partition(":")
-    require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
-    importable.check(path)
-    try:
-        module = user_modules.imported(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH){of_a_copy()}"
-        ) from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")
-    importable.check_own(path, getattr(module, attribute))
-    return getattr(module, attribute)

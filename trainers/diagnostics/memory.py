@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from gangway.foreign_errors import OUT_OF_MEMORY_SIGNS
-from trainers.config.arguments import TrainingArguments, load_object
+from gangway.user_modules import load_object
+from trainers.config.arguments import TrainingArguments
 from trainers.config.mesh import PIPELINE, num_replicas
 from trainers.config.optimizer import OFFLOADED
 from trainers.metrics.host_usage import bytes_of_machine

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import jax
+
 from gangway.errors import UsageError
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from trainers import runtime
 from trainers.loop.anomalies import shown
+from trainers.runtime import multihost
 
 SKIPPED_FILE = "skipped_batches.json"
 """The file in the run's folder that lists the batches left out by rollbacks. It is apart from the checkpoints: a rollback
@@ -92,3 +95,11 @@ def read_skipped(run_folder: str) -> list[int]:
 def write_skipped(run_folder: str, batches: Iterable[int]) -> None:
     """Replaces the file atomically: a reader finds the old one or the new one. One host must call this."""
     SKIPPED_KIND.write(documents.join(run_folder, SKIPPED_FILE), {"skipped_batches": sorted(batches)})
+
+
+def initial(run_folder: str, ordered: Iterable[int]) -> Lineage:
+    """Returns the lineage to start with: the batches that earlier rollbacks have left out, and those that the run was `ordered`
+    to skip. All hosts must call this."""
+    # Host 0 alone reads the file: the hosts must not see two versions of it.
+    left_out = multihost.from_host0("batches left out", read_skipped(run_folder) if jax.process_index() == 0 else None)
+    return Lineage(skipped={*left_out, *ordered})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +11,9 @@ import jax
 from trainers import runtime
 from trainers.loop.anomalies import Decision
 from trainers.loop.beginning import Beginning
-from trainers.loop.lineage import Lineage, read_skipped, write_skipped
+from trainers.loop.lineage import Lineage, write_skipped
 from trainers.protocol import CheckpointManagerProtocol
-from trainers.runtime import multihost
 from trainers.step.state import TrainState
-
-
-def initial_lineage(run_folder: str, ordered: Iterable[int]) -> Lineage:
-    """Returns the lineage to start with: the batches that earlier rollbacks have left out, and those that the run was `ordered`
-    to skip. All hosts must call this."""
-    # Host 0 alone reads the file: the hosts must not see two versions of it.
-    left_out = multihost.from_host0("batches left out", read_skipped(run_folder) if jax.process_index() == 0 else None)
-    return Lineage(skipped={*left_out, *ordered})
 
 
 @dataclass

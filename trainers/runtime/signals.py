@@ -43,15 +43,11 @@ def handler(host: Runtime, *, of_training: bool = False) -> Callable[[int, Frame
     return ask
 
 
-def _handler_of(number: signal.Signals, ask: Callable[[int, FrameType | None], None]) -> Any:
-    return signal.SIG_IGN if ignores(number) else ask
-
-
 def handle(host: Runtime) -> None:
     """Lets the signals ask `host` for a stop, for the rest of the process. Must be called in the main thread."""
     ask = handler(host)
     for number in REASONS:
-        signal.signal(number, _handler_of(number, ask))
+        signal.signal(number, signal.SIG_IGN if ignores(number) else ask)
 
 
 @contextmanager
@@ -65,7 +61,7 @@ def handled(host: Runtime) -> Iterator[None]:
     for number, unhandled in UNHANDLED.items():
         # What another language has set is None, and stays.
         if signal.getsignal(number) == unhandled:
-            before[number] = signal.signal(number, _handler_of(number, ask))
+            before[number] = signal.signal(number, signal.SIG_IGN if ignores(number) else ask)
     try:
         yield
     finally:

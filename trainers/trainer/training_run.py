@@ -12,7 +12,6 @@ import jax
 from gangway.config.section import parse_duration_s
 from gangway.errors import OutOfMemoryError, UsageError
 from gangway.published import of_task
-from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
@@ -22,13 +21,14 @@ from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import lacks_data
+from trainers.loop import lineage
 from trainers.loop.agreement import Agreement, HostRequests, Limits
 from trainers.loop.beginning import Beginning
 from trainers.loop.evaluator import Evaluator, Previewer
 from trainers.loop.guard import Guard
 from trainers.loop.inflight import Flags
 from trainers.loop.metrics_reporter import MetricsReporter
-from trainers.loop.restore import Resume, initial_lineage
+from trainers.loop.restore import Resume
 from trainers.loop.results import describe
 from trainers.loop.saver import DataState, Saver, TimeUsed
 from trainers.loop.train_loop import GarbageCollection, Loop, Steps
@@ -38,7 +38,7 @@ from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
 from trainers.models.remat import choosing
-from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
+from trainers.protocol import CheckpointManagerProtocol, StopReason, TrainerOutput
 from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError, note_from_host0
 from trainers.step.state import TrainState
@@ -70,7 +70,7 @@ class TrainingRun:
             note_from_host0(problem)
         host.phase("restore")
         # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
-        trainer.lineage = initial_lineage(self.arguments.run_folder, host.skip_batches)
+        trainer.lineage = lineage.initial(self.arguments.run_folder, host.skip_batches)
         resume = self.build_resume(beginning(trainer, model_parameters, state))
         # Loads kept programs on another thread while this one reads the checkpoint; first those that restoring itself needs.
         self.manager.load_ahead(resume.abstract)

@@ -28,8 +28,8 @@ from gangway.errors import (
     user_frame,
 )
 from gangway.foreign_errors import broken_device_in
+from gangway.user_modules import load_object
 from tests import ROOT
-from trainers.config.arguments import load_object
 
 TEXTS = json.loads((ROOT / "tests/unit/data/runtime_errors.json").read_text())
 """Messages of JaxRuntimeError as users have reported them, by the kind that they are of."""

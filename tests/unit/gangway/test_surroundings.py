@@ -19,13 +19,13 @@ from gangway import surroundings
 from gangway.config.importable import is_installed, of_a_copy
 from gangway.errors import CheckpointMissingError, DataMissingError, code_missing
 from gangway.surroundings import allow_for_forced_devices, ensure_home, keep_freed_memory
+from gangway.user_modules import load_object
 from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 from trainers.commands import evaluate, generate, reference, run
 from trainers.config import monitoring
-from trainers.config.arguments import load_object
 
 NOBODY = 2**31 - 7
 """A number that no list of users has."""

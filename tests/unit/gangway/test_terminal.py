@@ -15,7 +15,7 @@ import pytest
 from gangway import terminal
 from gangway.program import EXIT_REFUSED, command
 from gangway.storage.store import StorageRefused
-from gangway.terminal import outlives_terminal, shown
+from gangway.terminal import ignores, shown
 from orchestrator.gangway import COMMANDS
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
@@ -292,4 +292,4 @@ def test_a_closed_terminal_ends_what_was_not_taken_out_of_it(monkeypatch, ignore
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.SIG_DFL)
     monkeypatch.setattr(os, "getsid", lambda pid: os.getpid() if leads else 1)
     monkeypatch.setattr(terminal, "_has_terminal", lambda: has_terminal)
-    assert outlives_terminal() == goes_on
+    assert ignores(signal.SIGHUP) == goes_on

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from examples.vlm import COLOURS, QUESTIONS, SHAPES, PictureTrainer
+from gangway.user_modules import load_object
 from orchestrator.config.job import load
 from tests import ROOT
 from tests.unit.training import OneDevice, assert_equal, of
-from trainers.config.arguments import load_object
 from trainers.step.state import initial_parameters
 
 

@@ -12,10 +12,9 @@ from uuid import uuid4
 
 import pytest
 
-from gangway.config import importable
-from gangway.config.importable import UntrustedCodeError, named_by_data
+from gangway import user_modules
 from gangway.errors import ModuleError
-from trainers.config.arguments import load_object
+from gangway.user_modules import UntrustedCodeError, load_object, named_by_data
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_gangways_own_may_be_named_and_nothing_that_it_has_only_imported(here):
         for name in ("trainers.settings:os", "trainers.checkpoint.layout:suppress"):
             with pytest.raises(UntrustedCodeError, match="is nothing of gangway's"):
                 load_object(name)
-    assert importable._trust.get() is None
+    assert user_modules._trust.get() is None
 
 
 ENDS, CHANGES = "ends the process, with the exit status", "must only define things"

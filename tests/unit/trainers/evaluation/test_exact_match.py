@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from gangway.errors import DataError, UsageError
+from gangway.user_modules import load_object
 from tests.unit import chat_folders
 from tests.unit.records import ListRecords
 from tests.unit.training import arguments, of, trainer
 from trainers.config import UnitConfig
-from trainers.config.arguments import load_object
 from trainers.config.evaluation import ExactMatchConfig
 from trainers.evaluation.exact_match import ExactMatch, Questions, answer_of, found, questions, same, task_of_unit
 from trainers.planning.estimate import plan

@@ -9,11 +9,11 @@ import pytest
 
 from gangway.errors import UsageError
 from gangway.stop_reason import StopReason
+from gangway.user_modules import load_object
 from tests.unit.training import trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint.retention import Retention
 from trainers.config import CheckpointConfig, EvaluationConfig, ScoreConfig
-from trainers.config.arguments import load_object
 from trainers.evaluation.score import ScoreKeeper, combined
 
 

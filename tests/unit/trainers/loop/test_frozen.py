@@ -11,10 +11,10 @@ import pytest
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from gangway.storage.opening import place_of
+from gangway.user_modules import load_object
 from tests.saved import saved
 from tests.unit.training import FIXED, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers.checkpoint import manifest, weights
-from trainers.config.arguments import load_object
 from trainers.export import to_safetensors
 from trainers.loop.frozen import RECORD
 

@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 from gangway.errors import UsageError
+from gangway.user_modules import load_object
 from tests.programs import short_pairs
 from tests.unit.training import of
 from trainers.base import BaseTrainer
-from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.collate import stack
 from trainers.step import rng
 from trainers.step.loss import weighted
