@@ -28,6 +28,8 @@ OF_JAX = ("JAX_*", "XLA_*", "CUDA_VISIBLE_DEVICES")
 OWN = "trainers"
 """The package whose classes and functions the documents of any checkpoint may name."""
 _one_at_a_time = threading.RLock()
+_refused: dict[str, str] = {}
+"""Why each module was refused: what it imports is in this process, and would not be run again."""
 
 
 class UntrustedCodeError(ValueError):
@@ -85,6 +87,8 @@ def load_object(path: str) -> Any:
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
     if (trust := _trust.get()) is not None:
         _check(path, trust)
+    if module_name in _refused:
+        raise ModuleError(_refused[module_name])
     try:
         module = importlib.import_module(module_name) if module_name in sys.modules else imported(module_name)
     except ModuleNotFoundError as error:
@@ -124,8 +128,7 @@ def imported(name: str) -> ModuleType:
     """Imports a module of the user's, as many commands and each host do: without the words of the command, and with standard
     error for what it prints, since standard output may be read by a program.
 
-    Raises ModuleError if it ends the process, or leaves it changed: see `_done_to_process`. It is imported again next time, and
-    refused again."""
+    Raises ModuleError if it ends the process, or leaves it changed: see `_done_to_process`."""
     with _one_at_a_time:
         changes, words, ended = _done_to_process(), sys.argv[1:], ""
         try:
@@ -140,10 +143,11 @@ def imported(name: str) -> ModuleType:
         if ended or done:
             file = getattr(sys.modules.pop(name, None), "__file__", None)
             what = ended or ", ".join(done)
-            raise ModuleError(
+            _refused[name] = (
                 f"as it is imported, {file or name} {what}: a module must only define things; put the rest into a "
                 'function, or below if __name__ == "__main__":'
             )
+            raise ModuleError(_refused[name])
         return module
 
 

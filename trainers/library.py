@@ -199,7 +199,7 @@ class Training:
         def send(event: Event) -> None:
             self._hear(event, rows, recorders, shown)
 
-        for line in going_on.of_run(folder, arguments):
+        for line in going_on.of_run(going_on.newest(folder), arguments):
             tell(line)
         trainer: BaseTrainer | None = None
         with installed(runtime.Runtime(send)):

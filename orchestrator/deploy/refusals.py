@@ -212,7 +212,9 @@ def _copied_secrets(config: JobConfig, request: Request) -> Iterator[str]:
     for folder, folders, files in os.walk(".") if values else ():
         folders[:] = [name for name in folders if not _is_left_out(os.path.join(folder, name))]
         for path in (os.path.join(folder, name) for name in files if name.endswith(OF_SETTINGS)):
-            if os.path.relpath(path) in own or _is_left_out(path) or os.path.getsize(path) > MOST_SETTINGS_BYTES:
+            if os.path.relpath(path) in own or _is_left_out(path) or not os.path.isfile(path):
+                continue
+            if os.path.getsize(path) > MOST_SETTINGS_BYTES:
                 continue
             text = Path(path).read_bytes()
             for name in (name for name, value in values.items() if value in text):
@@ -267,6 +269,7 @@ def _leaving(path: str, here: str) -> Iterator[str]:
         yield path
         return
     for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not _is_left_out(os.path.join(folder, name))]
         for name in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(name) and not _is_below(os.path.realpath(name), here):
                 yield name

@@ -10,13 +10,16 @@ from typing import Any
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument
-from gangway.storage.opening import place_of
+from gangway.storage.object_store import Limits
+from gangway.storage.opening import place_of_run
+from gangway.storage.row import FOLDER, Row
 from gangway.storage.store import Place
 from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
 from orchestrator.run_state.summary import training_digest
 from trainers.checkpoint import layout
 
 FILE = OUTCOME_KIND.name
+ASKED_BRIEFLY = Limits(request_s=5.0, patience_s=5.0)
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 """The exit statuses of the command of a run: refused are a configuration, a cluster and a run that cannot be used."""
 
@@ -53,13 +56,13 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     """Returns the step at which the training of this configuration is complete already, and saved; None if there may be
     something to do, or if that is not known.
 
-    It is complete if a launch finished with the same settings of training, or if its last checkpoint is at `max_num_steps`.
+    It is complete if a launch finished with the same settings of training, or if its last checkpoint is at `max_num_steps`. A
+    bucket is asked briefly.
     """
-    if documents.is_url(run_dir):
-        return None
     try:
-        outcome, summary = (kind.read(documents.join(run_dir, kind.name)) for kind in (OUTCOME_KIND, SUMMARY_KIND))
-        step = _whole_step(place_of(run_dir) / CHECKPOINTS)
+        run = place_of_run(run_dir, ASKED_BRIEFLY)
+        outcome, summary = (kind.read(run / kind.name) for kind in (OUTCOME_KIND, SUMMARY_KIND))
+        step = _whole_step(run)
     except (OSError, documents.StorageError):
         return None  # the launch itself finds out what is wrong, and says so
     if outcome is None or summary is None or step is None:
@@ -71,9 +74,10 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     return step if same or (limit is not None and step >= limit) else None
 
 
-def _whole_step(folder: Place) -> int | None:
+def _whole_step(run: Place) -> int | None:
     """Returns the step of the newest checkpoint, if it is whole and no newer one was ever committed."""
-    newest = max(layout.steps(folder), default=None)
-    if newest is None or newest != layout.row_of(folder).newest().step:
+    newest = Row(run / FOLDER).newest()  # not `layout.row_of`, which the launch will use, with more patience
+    kept = newest.of(CHECKPOINTS)
+    if not kept or (step := max(kept)) != newest.step:
         return None
-    return newest if layout.is_whole(layout.at(folder, newest)) else None
+    return step if layout.is_whole(run / CHECKPOINTS / kept[step].folder) else None

@@ -133,11 +133,11 @@ class CallbackList:
             getattr(callback, event.__name__)(state, **arguments)
 
     def report_saved(self, state: RunInfo, saved: deque[tuple[int, str]]) -> None:
-        """Calls `on_save` for each checkpoint (step, path) that is complete by now; then lets go of it (`layout.end_reading`)."""
+        """Calls `on_save` for each checkpoint (step, path) that is complete by now; then lets go of it (`layout.readers`)."""
         # The thread that saves may append meanwhile; a deque allows that.
         while saved:
             step, path = saved.popleft()
             try:
                 self.call(Callback.on_save, state, step=step, path=path)
             finally:
-                layout.end_reading(path)
+                layout.readers(path, -1)

@@ -59,7 +59,7 @@ class HuggingFaceExport(Callback):
 
     def _start(self, step: int, path: str) -> None:
         if jax.process_index() == 0 or self.all_hosts:
-            layout.begin_reading(path)
+            layout.readers(path, 1)
             self._exports[step] = self._thread.submit(self._export, step, path)
 
     def _export(self, step: int, path: str) -> None:
@@ -73,7 +73,7 @@ class HuggingFaceExport(Callback):
         except Exception as error:  # a thread's boundary: reported, training goes on
             runtime.current().note(f"no export of step {step} for Hugging Face: {type(error).__name__}: {error}")
         finally:
-            layout.end_reading(path)
+            layout.readers(path, -1)
 
     def _together(self, path: Place, out: Path) -> None:
         work, host = on_the_way(path, out), jax.process_index()

@@ -130,9 +130,8 @@ def notes(step: int, found: Iterable[Change]) -> list[str]:
     return lines
 
 
-def of_run(run_folder: str, arguments: TrainingArguments) -> list[str]:
-    """Returns what to tell about the run in this folder; nothing if it begins. Raises as `check_rules`."""
-    found = newest(run_folder)
+def of_run(found: tuple[Place, dict[str, Any]] | None, arguments: TrainingArguments) -> list[str]:
+    """Returns what to tell about a run that has what `newest` found; nothing if it begins. Raises as `check_rules`."""
     if found is None:
         return []
     check_rules(found[1], arguments)

@@ -35,7 +35,6 @@ NAME = re.compile(r"(\d+)-(\d+)_(\d+)_[0-9a-f]{8}")
 UNCOMMITTED = ours.named("a checkpoint on its way", NAME.pattern)
 _rows: dict[str, Row] = {}
 _reading: Counter[str] = Counter()
-"""How many in this process read each checkpoint, by its place: it is not deleted meanwhile."""
 _lock = threading.Lock()
 
 
@@ -61,26 +60,13 @@ def committed_in(folder: Place) -> Mapping[int, Kept]:
     return kept
 
 
-def begin_reading(checkpoint: Place | str) -> None:
-    """Protects a checkpoint, which an export reads, say, until as many calls of `end_reading`. On host 0, which deletes old
-    checkpoints."""
+def readers(checkpoint: Place | str, more: int = 0) -> int:
+    """Returns how many in this process read a checkpoint, an export, say; it is not deleted meanwhile. `more`: 1 by whoever
+    begins, -1 by whoever ends. On host 0, which deletes old checkpoints."""
+    name = os.path.abspath(str(checkpoint))  # of a URL it is no path, but a name as good as another
     with _lock:
-        _reading[_name_of(checkpoint)] += 1
-
-
-def end_reading(checkpoint: Place | str) -> None:
-    with _lock:
-        _reading[_name_of(checkpoint)] -= 1
-
-
-def is_read(checkpoint: Place | str) -> bool:
-    with _lock:
-        return _reading[_name_of(checkpoint)] > 0
-
-
-def _name_of(checkpoint: Place | str) -> str:
-    """Of a URL this is no path, but a name as good as another."""
-    return os.path.abspath(str(checkpoint))
+        _reading[name] += more
+        return _reading[name]
 
 
 def steps(folder: Place) -> list[int]:

@@ -82,7 +82,7 @@ class Tidier:
         model_only.keep(self._arrays, checkpoint, models, step, self._owner, name)
 
     def _is_read(self, checkpoint: Place) -> bool:
-        if layout.is_read(checkpoint):
+        if layout.readers(checkpoint):
             self._deferred = True
             return True
         return False

@@ -89,6 +89,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
+    from trainers.data import identity  # it imports JAX
+
     log = os.path.join(arguments.run_folder, CONSOLE_LOG)
     console: Console = make_console(sys.stdout, began_s, log=log, logged=True)
     recorders: Recorders | None = None
@@ -101,6 +103,8 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
         console.show({"ev": "note", "message": message, "level": level})
 
     try:
+        if (begun := going_on.newest(arguments.run_folder)) is not None:
+            identity.check_ahead(begun[1], arguments)
         trainer = build(arguments, on_event)
         first = header(arguments, trainer)
         console = with_files(arguments, console, began_s)
@@ -108,7 +112,7 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
         about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
         recorders = Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
         console.show(first)
-        for line in going_on.of_run(arguments.run_folder, arguments):
+        for line in going_on.of_run(begun, arguments):
             note(line)
         for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
             note(line, "warning")
@@ -185,19 +189,17 @@ def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> An
     return load_object(arguments.trainer)(arguments, *dataset_function(arguments)(arguments))
 
 
-def record(event: Event, recorders: Recorders) -> None:
+def show(event: Event, recorders: Recorders | None, console: Console) -> None:
+    """Gives an event to the recorders, if there are any yet, and to the console."""
     match event["ev"]:
+        case _ if recorders is None:
+            pass
         case "metrics":
             recorders.record(event["step"], event["metrics"], event.get("distributions"))
         case "first_step":  # of a new start: it may have other settings than the one before
             recorders.go_back(event.get("resumed_step", event["step"] - 1))
         case "anomaly" if (step := course_left_at(event)) is not None:
             recorders.go_back(step)
-
-
-def show(event: Event, recorders: Recorders | None, console: Console) -> None:
-    if recorders is not None:
-        record(event, recorders)
     for shown in for_console(event):
         console.show(shown)
 

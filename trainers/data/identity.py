@@ -66,6 +66,7 @@ class Identity:
             "many": None if is_few else _names(found),
             "examples": [_count(dataset) for dataset in datasets],
             "tokenizer": tokenizers.of(arguments).content() if found else None,
+            "records": bool(files) and reads_records,
         }
         self._digests: dict[str, str] = {}
         """Of the files that were read up to now."""
@@ -155,6 +156,17 @@ class Identity:
             if not known.get(name):
                 with suppress(DataError, DataUnavailableError):  # whoever trains on it will say so
                     self._digests[name] = digest_of(self._paths[name], about["num_bytes"])
+
+
+def check_ahead(meta: Mapping[str, Any], arguments: TrainingArguments) -> None:
+    """Compares the files of the data with those that a run has learned from, which goes on from a checkpoint with this meta:
+    before anything else reads them, since the tokens of millions of records take minutes. Raises DataError. What cannot be
+    compared yet, or cannot be read, is for the trainer."""
+    if not meta.get(KEY, {}).get("records"):
+        return
+    with suppress(DataUnavailableError):
+        if problem := Identity(arguments, (), reads_files=True).problem(meta, lambda text: None)[0]:
+            raise DataError(problem)
 
 
 def digest_of(path: str, num_bytes: int) -> str:

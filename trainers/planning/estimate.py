@@ -41,6 +41,7 @@ from trainers.checkpoint.weights import META
 from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.monitoring import BUILT_IN
+from trainers.data import identity
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
 from trainers.evaluation import score
@@ -154,6 +155,8 @@ def load_trainer(path: str) -> type:
 
 
 def load_datasets(arguments: TrainingArguments) -> tuple[Any, Any]:
+    if (begun := going_on.newest(arguments.run_folder)) is not None:
+        identity.check_ahead(begun[1], arguments)
     datasets = dataset_function(arguments)(arguments)
     if not (isinstance(datasets, tuple) and len(datasets) == 2):
         raise ValueError(f"data.dataset {arguments.data.dataset!r} returned {type(datasets).__name__}: expected (train, eval)")
@@ -227,7 +230,8 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
         raise UsageError(str(error)) from error
     going_on.check_rules(meta, trainer.arguments)
     told = list[str]()
-    if problem := trainer.assembly.batching.identity.problem(meta, told.append)[0]:
+    # Without data there is nothing to compare, and what is wrong with it is known.
+    if trainer.dataset_train is not None and (problem := trainer.assembly.batching.identity.problem(meta, told.append)[0]):
         raise UsageError(problem)
     changed = going_on.changes(meta, trainer.arguments, num_devices)
     return {"step": meta["batch_index"], "notes": [*going_on.notes(meta["batch_index"], changed), *told]}

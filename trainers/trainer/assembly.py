@@ -273,7 +273,7 @@ class Assembly:
 
         def saved(step: int, path: str) -> None:
             """Called on the thread that saves: the queue hands the checkpoint to the callbacks, which run on the main thread."""
-            layout.begin_reading(path)  # until `on_save` has returned: a callback may want to read it
+            layout.readers(path, 1)  # until `on_save` has returned: a callback may want to read it
             self.saved.append((step, path))
 
         return manager_of(self._trainer.arguments, self._trainer.arguments.run_folder, self.mesh, self.programs, saved)

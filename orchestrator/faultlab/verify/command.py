@@ -12,9 +12,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -30,6 +31,7 @@ from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
+    changed_data,
     judge_replayed,
     judge_resized,
     judge_resumed,
@@ -92,6 +94,8 @@ class Trial:
         self.steps, self.tolerance = arguments.steps, arguments.tolerance
         self.config = load(self.config_path, self.overrides)
         self.folder = place_of(f"{self.config.run_dir}-verify")
+        self.data: Mapping[str, Any] = {}
+        """What the first of the runs has learned from."""
         if documents.exists(self.folder) and not (self.folder / REPORT).exists():
             raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
         delete(self.folder, TRIAL)
@@ -150,7 +154,14 @@ class Trial:
                         run.finish()
             finally:
                 run.clean_up()
-            return read_evidence(run, self.steps)
+            evidence = read_evidence(run, self.steps)
+        self.data = self.data or evidence.data
+        if changed := changed_data(self.data, evidence.data):
+            raise RunError(
+                f"the data of this job changed while it was verified ({changed}): its runs prove nothing; try again where nobody "
+                "writes to them"
+            )
+        return evidence
 
 
 def kill_after_a_checkpoint(run: Run, steps: int) -> None:
@@ -214,7 +225,8 @@ def read_evidence(run: Run, steps: int) -> Evidence:
     fingerprints = {step: meta["fingerprints"] for step, meta in metas.items() if meta}
     # Batches that were only drawn ahead of the end were not trained on.
     batches = {batch: rows for batch, rows in run.batches().items() if batch < steps}
-    return Evidence(batches, fingerprints, read_losses(run.tracking() / SPOOL), summary)
+    last = metas[max(metas)] if metas else None
+    return Evidence(batches, fingerprints, read_losses(run.tracking() / SPOOL), summary, (last or {}).get("data") or {})
 
 
 def read_losses(path: Path) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 Batches = Mapping[int, Mapping[str, str]]
 """The digests of rows, by batch and row."""
+SHOWN = 5
 Fingerprints = Mapping[int, Mapping[str, Any]]
 """The fingerprints of all leaves of the state, by step of the checkpoint and name."""
 
@@ -22,6 +23,8 @@ class Evidence:
     losses: Mapping[int, float] = field(default_factory=dict)
     """The published losses by step."""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What its last checkpoint records of what it has learned from (`trainers.data.identity`)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,19 @@ def difference(first: Evidence, second: Evidence) -> Difference | None:
         if first.summary[digest] != second.summary[digest]:
             return Difference("state", f"{digest} differs at the end: {first.summary[digest]} and {second.summary[digest]}")
     return None
+
+
+def changed_data(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Returns which files of a job were others when it ran again, or its tokenizer; empty: none that its runs have recorded. (How
+    many examples its own function makes of them is what is verified.)"""
+    before, now = first.get("files", {}), second.get("files", {})
+    names = sorted(before.keys() ^ now.keys())
+    for name in sorted(before.keys() & now.keys()):
+        digests = {before[name]["digest"], now[name]["digest"]} - {""}  # a short run may not have made them all
+        if before[name]["num_bytes"] != now[name]["num_bytes"] or len(digests) > 1:
+            names.append(name)
+    others = [key for key in ("tokenizer", "many") if first.get(key) != second.get(key)]
+    return ", ".join([*names[:SHOWN], *([f"{len(names) - SHOWN} more files"] if len(names) > SHOWN else []), *others])
 
 
 def different_batch(first: Batches, second: Batches) -> tuple[int, str] | None:

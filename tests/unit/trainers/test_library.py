@@ -449,7 +449,7 @@ def test_a_launch_that_goes_on_from_a_fit_is_the_same_experiment(tmp_path):
     training(steps=2, run_dir=folder, seed=1, loss=with_metrics).fit()
     made = training(steps=2, run_dir=folder, seed=2).configuration(folder)
     del made["arguments"]
-    told = going_on.of_run(folder, from_dict(PiecesArguments, made))
+    told = going_on.of_run(going_on.newest(folder), from_dict(PiecesArguments, made))
     assert told[0] == "goes on from step 2"
     assert "seed 1 -> 2" in told[-1]
     assert "pieces" not in "".join(told)

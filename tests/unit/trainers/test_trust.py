@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -15,6 +16,8 @@ import pytest
 from gangway import user_modules
 from gangway.errors import ModuleError
 from gangway.user_modules import UntrustedCodeError, load_object, named_by_data
+from tests import ROOT
+from tests.programs.processes import PATIENCE_S
 
 
 @pytest.fixture
@@ -120,11 +123,30 @@ def test_a_module_that_does_more_than_define_is_refused_each_time_and_leaves_not
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    (tmp_path / f"{name}_first.py").write_text(f"import {name}\n")
     before = surroundings()
+    with pytest.raises(ModuleError, match=f"as it is imported, .*{CHANGES}"):
+        load_object(f"{name}_first:Thing")  # of a module that it imports, which stays imported
+    assert surroundings() == before
+    with pytest.raises(ModuleError):
+        load_object(f"{name}_first:Thing")
+    sys.modules.pop(name, None)
     for _ in range(2):
         with pytest.raises(ModuleError, match=f"as it is imported, .*{said}.*{CHANGES}"):
             load_object(f"{name}:Thing")
         assert surroundings() == before
+
+
+def test_a_thread_of_a_refused_module_does_not_hold_the_process(tmp_path):
+    text = "import threading, time; threading.Thread(target=time.sleep, args=(3600,)).start()"
+    (tmp_path / "holding.py").write_text(text)
+    program = (
+        "from gangway.user_modules import load_object\ntry: load_object('holding:Thing')\nexcept ValueError: print('refused')"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=env)
+    assert (ran.returncode, ran.stdout) == (0, "refused\n"), ran.stderr
 
 
 def test_a_module_is_imported_without_the_words_of_the_command_and_prints_to_standard_error(tmp_path, monkeypatch, capsys):

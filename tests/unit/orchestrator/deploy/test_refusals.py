@@ -133,6 +133,8 @@ def test_what_lies_outside_the_working_folder_is_found_behind_dots_and_links(tmp
     (here / "linked").symlink_to(tmp_path / "outside")
     (here / "texts/deep/b.txt").symlink_to(tmp_path / "outside/a.txt")
     (here / "texts/c.txt").symlink_to("deep/a.txt")  # stays inside
+    (here / "texts/.venv").mkdir()
+    (here / "texts/.venv/python").symlink_to("/usr/bin/env")  # is not copied
     monkeypatch.chdir(here)
     assert said in refusal(capsys, "kuberay", TINY, BUCKET, f"{key}={value.replace('HERE', str(here))}").replace(
         str(here), "HERE"
@@ -162,6 +164,7 @@ def test_a_configuration_with_secrets_is_not_copied_and_no_other_file_may_have_o
     ignored = (deploy("kuberay", given) / "Dockerfile.dockerignore").read_text().splitlines()
     assert "/mine/config.yaml" in ignored
     shutil.rmtree("deploy")
+    Path("mine/gone.py").symlink_to("nowhere")
     Path("mine/other.py").write_text("KEY = 'abc-secret'")
     assert "mine/other.py: it has the value of hosts.env.API_KEY" in refusal(capsys, "kuberay", given)
     Path("mine/other.py").rename("mine/other.env")  # left out, as the page says

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gangway.storage import documents
+from gangway.storage.object_store import Limits
 from gangway.storage.opening import place_of
 from orchestrator.commands import launching
 from orchestrator.config.job import build, shown
-from orchestrator.run_state import summary
+from orchestrator.run_state import outcome, summary
 from orchestrator.run_state.outcome import finished_at
 from tests.saved import saved
 from tests.unit.trainers.checkpoint.test_layout import put
@@ -21,16 +22,20 @@ def job(tmp_path, **changes):
     return build({"name": "x", "storage": str(tmp_path), **SETTINGS, **changes})
 
 
+def finished(storage):
+    """Makes a run that has finished at step 800, on a disk or in a bucket."""
+    folder = documents.join(str(storage), "x")
+    layout.row_of(place_of(folder) / "checkpoints").take_over({})
+    put(place_of(folder) / "checkpoints", 800)
+    digest = summary.training_digest(shown(job(storage)))
+    documents.write_json(documents.join(folder, "summary.json"), {"launch_id": "a", "lineage": None, "training_digest": digest})
+    documents.write_json(documents.join(folder, "outcome.json"), {"launch_id": "a", "status": "finished"})
+
+
 @pytest.fixture
 def run_dir(tmp_path):
-    """Of a run that has finished at step 800."""
-    folder = tmp_path / "x"
-    layout.row_of(place_of(folder / "checkpoints")).take_over({})
-    put(place_of(folder / "checkpoints"), 800)
-    digest = summary.training_digest(shown(job(tmp_path)))
-    documents.write_json(folder / "summary.json", {"launch_id": "a", "lineage": None, "training_digest": digest})
-    documents.write_json(folder / "outcome.json", {"launch_id": "a", "status": "finished"})
-    return folder
+    finished(tmp_path)
+    return tmp_path / "x"
 
 
 def at(tmp_path, **changes):
@@ -44,6 +49,24 @@ def test_the_same_command_has_nothing_to_do(run_dir, tmp_path, monkeypatch, caps
     assert launching.launch(job(tmp_path), 0.0) == 0
     assert "x: finished already at step 800: nothing to do" in capsys.readouterr().out
     assert at(tmp_path, hosts={"count": 3}, tracking={"mlflow": False}) == 800
+
+
+def test_in_a_bucket_it_has_nothing_to_do_either(stores, monkeypatch, capsys):
+    stores["gs"].set(monkeypatch)
+    finished(storage := stores["gs"].url())
+    for name in ("connect", "plan_and_connect", "run_job"):
+        monkeypatch.setattr(launching, name, None)  # a call fails
+    assert launching.launch(job(storage), 0.0) == 0
+    assert "x: finished already at step 800: nothing to do" in capsys.readouterr().out
+    assert at(storage, max_num_steps=801) is None
+
+
+def test_a_bucket_that_does_not_answer_is_for_the_launch(monkeypatch):
+    monkeypatch.setattr(outcome, "ASKED_BRIEFLY", Limits(request_s=0.2, patience_s=0.2))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert finished_at("s3://nowhere/runs/x", {"max_num_steps": 800}) is None
 
 
 @pytest.mark.parametrize(

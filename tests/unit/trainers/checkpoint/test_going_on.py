@@ -80,7 +80,7 @@ def test_the_lines_for_a_user(run):
 def test_a_run_that_begins_goes_on_from_nothing(tmp_path):
     assert going_on.newest(str(tmp_path / "run")) is None
     assert going_on.newest("gs://bucket/run") is None
-    assert going_on.of_run(str(tmp_path / "run"), arguments(tmp_path)) == []
+    assert going_on.of_run(None, arguments(tmp_path)) == []
 
 
 def test_a_half_written_checkpoint_does_not_count(tmp_path):
@@ -136,7 +136,7 @@ def test_a_checkpoint_has_the_rules_of_its_run_and_a_resume_looks_at_them(tmp_pa
     monkeypatch.setitem(going_on.RULES, rule, 3)
     for resume in (
         lambda: trainer(tmp_path, max_num_steps=3, **settings).train(),
-        lambda: going_on.of_run(str(tmp_path / "run"), arguments(tmp_path, max_num_steps=3, **settings)),
+        lambda: going_on.of_run(going_on.newest(str(tmp_path / "run")), arguments(tmp_path, max_num_steps=3, **settings)),
         lambda: estimate.going_on_from(prepared, 8),
     ):
         with pytest.raises(UsageError, match="the run 'run' was begun by another version of this program"):

@@ -52,12 +52,12 @@ def test_the_old_goes_only_for_whole_newer_ones(folder):
 
 def test_what_is_being_read_stays_until_its_last_reader_has_ended(folder):
     first, *_ = [put(folder, step) for step in (1, 2, 3)]
-    layout.begin_reading(first)
-    layout.begin_reading(str(first))
+    layout.readers(first, 1)
+    layout.readers(str(first), 1)
     for left in ([1, 3], [1, 3], [3]):
-        delete_old(folder, 3, (), Retention(1), is_read=layout.is_read)
+        delete_old(folder, 3, (), Retention(1), is_read=layout.readers)
         assert layout.steps(folder) == left
-        layout.end_reading(first)
+        layout.readers(first, -1)
 
 
 def test_one_that_training_has_left_behind_keeps_no_place(folder):

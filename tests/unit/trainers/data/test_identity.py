@@ -17,11 +17,13 @@ from tests.programs.processes import PATIENCE_S
 from tests.unit.training import of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on
+from trainers.commands import run
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data import identity
 from trainers.data.identity import KEY, Identity, digest_of
 from trainers.data.sources.text import text_windows
+from trainers.planning import estimate
 from trainers.runtime import multihost
 
 WORDS = ("one ", "two ", "three ", "many words of a text ")
@@ -118,6 +120,25 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, texts, events):
     assert any("goes on with other data than before" in line and expected in line for line in told)
     train(tmp_path, texts, steps=5)  # what it goes on with is its data from here on
     assert of(events, "first_step")[-1]["step"] == 5
+
+
+def test_other_files_are_refused_before_anything_is_made_of_them(tmp_path, texts, monkeypatch):
+    """The tokens of ten million records take minutes."""
+
+    def made(arguments):
+        raise AssertionError("data is made of the files")
+
+    train(tmp_path, texts)
+    told = append(texts)
+    for module in (run, estimate):
+        monkeypatch.setattr(module, "dataset_function", lambda arguments: made)
+    for start in (lambda to_do: run.train(to_do, 0.0), estimate.load_datasets):
+        with pytest.raises(DataError, match=f"the run has learned from other data: {told}; bring the data back"):
+            start(arguments(tmp_path, texts, 4))
+        with pytest.raises(AssertionError, match="data is made"):
+            start(arguments(tmp_path, texts, 4, on_change="continue"))
+    problems, _ = estimate.plan(arguments(tmp_path, texts, 4), 1)
+    assert [problem.partition("; ")[0] for problem in problems] == [f"the run has learned from other data: {told}"]
 
 
 def test_a_run_whose_data_is_the_same_reads_none_of_it_again(tmp_path, texts, monkeypatch, events):

@@ -54,8 +54,8 @@ def step(injector, batch_index=5, batch=None):
 
 def test_the_orchestrator_and_the_injector_mean_the_same_folder_and_faults():
     assert live_run.FAULTS_VARIABLE == fault_injection.FOLDER_VARIABLE
-    ordered = {"slow", "hang", "skip_collective", "desync", "stuck_save", "nan", "exception", "device_error", "odd_event", "kill"}
-    assert set(fault_injection.FAULTS) == ordered | {"stop"}
+    ordered = {"slow", "hang", "skip_collective", "desync", "stuck_save", "nan", "exception", "device_error", "odd_event", "fork"}
+    assert set(fault_injection.FAULTS) == ordered | {"kill", "stop"}
 
 
 def test_it_says_whose_process_a_host_is(folder, tmp_path):

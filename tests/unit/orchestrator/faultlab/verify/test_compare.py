@@ -8,6 +8,7 @@ from orchestrator.faultlab.verify.command import read_losses, shortened
 from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
+    changed_data,
     different_batch,
     different_leaf,
     judge_replayed,
@@ -26,6 +27,19 @@ PLAIN = Evidence(BATCHES, LEAVES, {5: 2.0, 10: 1.0}, SUMMARY)
 OTHER_DATA = replace(PLAIN, batches={**BATCHES, 1: {"0.0": "c", "0.1": "x"}})
 OTHER_STATE = replace(PLAIN, fingerprints={10: {**LEAVES[10], ".params['w']": [1, 9]}})
 RESUMED = {**SUMMARY, "incidents": [{"resumed_step": 5}]}
+
+
+def test_files_that_changed_between_two_runs_are_named():
+    def seen(**files):
+        about = {name: {"num_bytes": size, "digest": digest} for name, (size, digest) in files.items()}
+        return {"files": about, "tokenizer": "t", "many": None}
+
+    first = seen(a=(3, "x"), b=(4, "y"), c=(5, ""), d=(6, "z"))
+    assert changed_data(first, first) == ""
+    assert changed_data(first, seen(a=(3, "x"), b=(4, ""), c=(5, "w"), d=(6, "z"))) == ""  # not all digests are known
+    assert changed_data(first, seen(a=(3, "v"), b=(5, "y"), c=(5, ""), e=(6, "z"))) == "d, e, a, b"
+    assert changed_data(first, {**first, "tokenizer": "u"}) == "tokenizer"
+    assert changed_data({}, {}) == ""  # of a trainer that records none
 
 
 def told(finding):
