@@ -48,9 +48,9 @@ _trust: ContextVar[_Trust | None] = ContextVar("trust", default=None)
 
 @contextmanager
 def named_by_data(source: str, allowed: Collection[str] = ()) -> Iterator[None]:
-    """Within this block, the names of code come from the documents at `source`, which may be anybody's: `check` lets gangway's
-    own pass, and those that are `allowed`, by their exact names. No module is imported from inside `source` itself, nor from the
-    run that it is a checkpoint of."""
+    """Within this block, the names of code come from the documents at `source`, which may be anybody's: `load_object` lets
+    gangway's own pass, and those that are `allowed`, by their exact names. No module is imported from inside `source` itself, nor
+    from the run that it is a checkpoint of."""
     folder = Path(os.path.realpath(source))
     folder = folder.parents[1] if folder.parent.name in ("checkpoints", "models") else folder
     before = list(sys.path)
@@ -141,7 +141,7 @@ def imported(name: str) -> ModuleType:
             sys.argv[1:] = words
             done = [change for look in changes if (change := look())]
         if ended or done:
-            file = getattr(sys.modules.pop(name, None), "__file__", None)
+            file = getattr(sys.modules.get(name), "__file__", None)
             what = ended or ", ".join(done)
             _refused[name] = (
                 f"as it is imported, {file or name} {what}: a module must only define things; put the rest into a "

@@ -41,6 +41,7 @@ from orchestrator.faultlab.testbed.resources import ResourceError, mlflow_server
 from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
 from orchestrator.tracking.tracker import left_over
+from trainers.config.data import DataConfig
 from trainers.console.text import plain_console
 
 DEFAULT_KINDS = ("process", "agent", "driver")
@@ -49,7 +50,6 @@ CHECKPOINTS_ON_A_DISK = 8
 """How many checkpoints fit on the small disk: those that are kept, and one that is being written."""
 LOG_WIDTH = 160
 TEXTS, NUM_TEXTS = "texts", 60
-TEXT_WINDOWS = "trainers.data.sources.text:text_windows"
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 
 
@@ -204,7 +204,7 @@ def why_not(kind: str, config: JobConfig) -> str | None:
             return "it needs a cluster of its own, and the run is to use one that is there"
     if "end" in needs and config.training.max_num_steps is None:
         return "it comes as the run ends, and nobody knows where that is; set max_num_steps"
-    if "data" in needs and (config.training.data.dataset != TEXT_WINDOWS or config.training.data.prepared is not None):
+    if "data" in needs and (config.training.data.dataset != DataConfig.dataset or config.training.data.prepared is not None):
         return "it changes the texts of a run, and this one learns from other data; leave data.dataset and data.prepared out"
     if "network" in needs:
         return why_no_network()
