@@ -16,6 +16,7 @@ class StopReason(StrEnum):
     TIME_LIMIT = "time_limit"
     RESIZE = "resize"
     PREEMPTED = "preempted"
+    HEAD_LOST = "head_lost"
     INTERRUPTED = "interrupted"
     TERMINATED = "terminated"
     REQUESTED = "requested"

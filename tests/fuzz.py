@@ -43,6 +43,7 @@ KINDS = {
     "power_cuts": f"{OWNERS}::test_many_power_cuts_lose_nothing_that_was_saved",
     "signals": "tests/faults/test_signals.py::test_each_of_many_signals_has_a_true_end_and_leaves_nothing",
     "driver": "tests/unit/orchestrator/driver/test_driver_model.py::test_many_runs_end_as_if_nothing_had_happened",
+    "stops": "tests/unit/orchestrator/driver/test_driver_model.py::test_a_stop_in_each_of_many_waits_ends_it",
 }
 
 

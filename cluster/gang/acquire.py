@@ -13,7 +13,7 @@ from cluster.gang.slice_gang import SliceGang
 from cluster.gang.slots import AgentMaker
 from cluster.hosts.config import HostsConfig
 from cluster.placement.cleanup import clear
-from cluster.placement.waits import CheckStop, do_nothing
+from gangway.waits import CheckStop, do_nothing
 
 __all__ = ["AdoptError", "GangTimeout", "StaleDriver", "adopt", "clear", "reserve"]
 

@@ -32,7 +32,8 @@ from cluster.hosts.process_env import compile_cache_dir
 from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundle, Bundles, View, bundle_of, living_nodes
 from cluster.placement.cleanup import clear, find_agent
-from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
+from cluster.placement.placement_groups import wait_answers
+from gangway.waits import Beside, CheckStop, do_nothing, wait_until
 from gangway.wire.answers import TakenOver
 from gangway.wire.orders import MachineOrders
 
@@ -75,6 +76,7 @@ class Gang:
         self._keeper = LeaseKeeper(maker.lease_s, maker.keep)
         weakref.finalize(self, self._keeper.stop)  # without this, a gang that was dropped unreleased would never end
         self._steward_name, self._steward = "", None
+        self._draining: Beside[dict[str, float | None]] = Beside(preemption.draining_nodes, {})
         self._probes = Probes(lambda slot: self.ask(slot, "describe"), lambda slot: self._keeper.keep(slot.number, slot.agent))
 
     @property
@@ -105,8 +107,9 @@ class Gang:
         return Mailbox()
 
     def draining_nodes(self) -> dict[str, float | None]:
-        """The machines that Ray must empty, by node id, and the seconds that are left (None: nobody says)."""
-        return preemption.draining_nodes()
+        """The machines that Ray must empty, by node id, and the seconds that are left (None: nobody says), as of the last answer.
+        Never waits: a head that is gone gives no answer for a minute."""
+        return self._draining.look()
 
     def cluster_address(self) -> str:
         """Of the Ray cluster that the gang is in."""

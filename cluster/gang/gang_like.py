@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from cluster.gang.calls import MailboxLike
 from cluster.hosts.config import HostsConfig
-from cluster.placement.waits import CheckStop
+from gangway.waits import CheckStop
 from gangway.wire.answers import Description, TakenOver
 from gangway.wire.orders import MachineOrders
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from cluster.agent.driver_lease import StaleDriver
-from cluster.placement.waits import CheckStop
+from gangway.waits import CheckStop
 
 CALLS_PER_LEASE = 4
 """How often an agent is called in the time of its lease: three calls may be lost."""

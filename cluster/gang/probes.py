@@ -10,8 +10,9 @@ import ray
 
 from cluster.gang.calls import GONE_ERRORS
 from cluster.gang.slots import Slot
-from cluster.placement.waits import CheckStop, wait_answers
+from cluster.placement.placement_groups import wait_answers
 from gangway.text import cut
+from gangway.waits import CheckStop
 
 INTERVAL_S = 2.0
 """How often agents that nobody polls are asked. Less often if there are very many."""

@@ -18,7 +18,7 @@ from cluster.hosts.config import hosts_per_slice, max_slices, min_slices, slice_
 from cluster.hosts.process_env import megascale_env
 from cluster.placement import placement_groups, tpu_slices
 from cluster.placement.bundles import NOWHERE, Bundle, View, living_nodes
-from cluster.placement.waits import CheckStop, wait_until
+from gangway.waits import CheckStop, wait_until
 from gangway.wire.orders import MachineOrders
 
 

@@ -16,8 +16,8 @@ from cluster.hosts.capacity import Node
 from cluster.hosts.config import NODE_ID_LABEL, HostsConfig, bundle_resources, min_hosts, strategy
 from cluster.placement import placement_groups
 from cluster.placement.cleanup import group_name
-from cluster.placement.waits import CheckStop, do_nothing
 from cluster.ray_internals import available_resources_per_node
+from gangway.waits import CheckStop, do_nothing
 
 
 @dataclass(frozen=True)

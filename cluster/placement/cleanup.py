@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from cluster.placement import placement_groups
-from cluster.placement.waits import CheckStop, do_nothing, wait_until
+from gangway.waits import CheckStop, do_nothing, wait_until
 
 NAMESPACE = "gangway"
 CLEAR_TIMEOUT_S = 20.0

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
+from gangway.waits import CHECK_STOP_INTERVAL_S, CheckStop, do_nothing, wait_until
 
 REMOVE_TIMEOUT_S = 20.0
+
+
+def wait_answers(
+    refs: Sequence[Any], deadline_s: float, check_stop: CheckStop = do_nothing, *, count: int | None = None
+) -> list[Any]:
+    """Waits for `count` of these answers (default: all), at most until `deadline_s` (of `time.monotonic`). Returns the references
+    whose answers have come."""
+    count = len(refs) if count is None else count
+    if not refs:  # `ray.wait` refuses an empty list
+        return []
+    while True:
+        check_stop()
+        # In short slices: nothing can interrupt Ray's own wait, and a stop request would have to wait for its end.
+        slice_s = min(CHECK_STOP_INTERVAL_S, deadline_s - time.monotonic())
+        ready = ray.wait(list(refs), num_returns=count, timeout=max(0.0, slice_s))[0]
+        if len(ready) >= count or time.monotonic() >= deadline_s:
+            return ready
 
 
 def is_ready(group: PlacementGroup, deadline_s: float, check_stop: CheckStop = do_nothing) -> bool:

@@ -16,7 +16,7 @@ from cluster.hosts.capacity import whole_slices
 from cluster.hosts.config import HostsConfig, bundle_resources, hosts_per_slice, min_slices, pod_type, slice_bundle_labels
 from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundles, living_nodes
-from cluster.placement.waits import CheckStop, wait_until
+from gangway.waits import CheckStop, wait_until
 
 LOOK_AGAIN_S = 5.0
 """How often to look which slices have become whole or have lost a host, and how long to wait for the group of a free slice."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.mounts import TABLE, mount_of, parse
-from gangway.storage.object_store import Limits
+from gangway.storage.object_store import BRIEFLY
 from gangway.storage.opening import place_of
 
 HOME = "~/.gangway/runs"
@@ -24,8 +24,6 @@ UNASKED = (
     "{} was at {} before, where nobody can look now ({}): it is taken for the same run, moved here; if it is still there too, it "
     "is a copy, and needs a name and a run of its own"
 )
-BRIEFLY = Limits(request_s=3.0, patience_s=5.0)
-"""How long the place is asked where a run was before: it may be gone for good, or another cloud's."""
 COPY_OF_MOVED = f"{{}} is a copy of a run that was at {{}} and has gone from there: {OWN}"
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from gangway.storage import durable, failed_requests
 from gangway.storage.store import Entry, StorageFull, StorageProblem, StorageRefused, StorageUnavailable, Store, checked_name
 from gangway.storage.usage import Usage
+from gangway.waits import pause
 
 T = TypeVar("T")
 PART_BYTES = 16 << 20
@@ -53,6 +54,10 @@ class Limits:
 
 
 LIMITS = Limits()
+FOR_PEOPLE = Limits(request_s=10.0, patience_s=15.0)
+"""For somebody who waits at a terminal."""
+BRIEFLY = Limits(request_s=5.0, patience_s=5.0)
+"""For what a run can begin without."""
 
 
 class ObjectStore(Store):
@@ -327,7 +332,7 @@ class _Attempts:
             message = f"{error.strerror} (tried {self._tries} times in {passed_s:.0f} s)"
             raise StorageUnavailable(error.errno, message, error.filename) from error
         # Not all hosts at the same moment.
-        time.sleep(self._wait_s * (0.5 + random.random() / 2))
+        pause(self._wait_s * (0.5 + random.random() / 2))
         self._wait_s = min(2 * self._wait_s, limits.longest_wait_s)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gangway.storage import mounts, ours
 from gangway.storage.documents import StorageError
-from gangway.storage.object_store import Limits, ObjectStore
+from gangway.storage.object_store import FOR_PEOPLE, ObjectStore
 from gangway.storage.opening import is_url, open_store
 from gangway.storage.store import Place, StorageProblem
 
@@ -20,8 +20,6 @@ ANOTHER_STORAGE = (
     "exclusively and rename a folder"
 )
 ANOTHER_BUCKET = "set storage=URL to a bucket that this user and every host can read, write, list and delete in"
-LIMITS = Limits(request_s=10.0, patience_s=15.0)
-"""Somebody waits for the answer."""
 AGAIN = b'{"again": true}\n'
 
 
@@ -31,7 +29,7 @@ def check_writable(run_dir: str | os.PathLike[str]) -> None:
     if not is_url(run_dir) and (problem := mounts.problem_of(run_dir)):
         raise StorageError(f"storage: {problem}")
     try:
-        store = open_store(run_dir, LIMITS)
+        store = open_store(run_dir, FOR_PEOPLE)
     except StorageProblem as error:
         raise StorageError(f"storage: {error.filename}: {error.strerror}") from error
     probe = Place(store) / f".probe-{uuid.uuid4().hex}"

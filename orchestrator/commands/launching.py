@@ -12,11 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 from gangway.config.masking import masked
 from gangway.program import Signalled
+from gangway.stop_reason import StopReason
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
 from gangway.terminal import arrived, ignores
@@ -142,7 +144,10 @@ def run_job(
     # To the end, and not only while it trains: a signal that comes late changes neither what is saved nor the exit status.
     with relay_signals(board, run_dir, launch_id):
         try:
-            with head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
+            own_died = (
+                None if head.named(os.environ, config.driver.address) else partial(board.request_stop, StopReason.HEAD_LOST)
+            )
+            with head.HeadWatch(head_address(), run_dir, console.show, own_died) as head_watch:
                 watch(board, console, lambda: head_watch.over or not driver.is_alive())
         except KeyboardInterrupt as error:
             raise EndedAtOnce(
@@ -150,9 +155,15 @@ def run_job(
             ) from error
         # By the file: Ray wraps the exceptions of a worker, and their types are lost.
         outcome = outcome_of(board, run_dir, launch_id)
-        lost = head_watch.why_lost() if outcome is None else None
+        head_died = board.stop_requested() == StopReason.HEAD_LOST
+        lost = head_watch.why_lost() if outcome is None or head_died else None
         leave(driver, has_head=lost is None)
     return outcome, ended.error, lost
+
+
+def is_own_ray(config: JobConfig) -> bool:
+    """Returns whether the command starts a Ray, and joins none."""
+    return head.named(os.environ, config.driver.address) is None
 
 
 def where_printed(config: JobConfig) -> str:
@@ -287,11 +298,15 @@ def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, los
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)
+    elif lost is not None:
+        print(f"\nerror: {lost}", file=sys.stderr)
     if unwritten := outcome.get("unwritten"):
         print(f"{outcome['status']}; could not be written: {'; '.join(unwritten)}", file=sys.stderr)
     if line := outcome.get("line"):
         print(masked(line), file=sys.stderr)
-    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
+    if outcome["status"] == "finished":
+        return EXIT_FINISHED
+    return EXIT_STOPPED if outcome["status"] == "stopped" and lost is None else EXIT_FAILED
 
 
 def why_no_outcome(error: BaseException | None, lost: str | None) -> str:

@@ -7,17 +7,13 @@ from pathlib import Path
 
 from gangway.program import Parser
 from gangway.storage import documents
-from gangway.storage.object_store import Limits
+from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of_run
 from gangway.storage.row import FOLDER
 from gangway.storage.store import Place
 from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.stored import CHECKPOINTS, STATE
 from trainers.checkpoint import copied
-
-LIMITS = Limits(request_s=10.0, patience_s=15.0)
-"""Somebody waits for the answer."""
-
 
 RUN_HELP = "a run's folder, its URL in a bucket, or the YAML file that it was started with"
 
@@ -59,10 +55,10 @@ def run_of(run: str, overrides: Sequence[str] = ()) -> Place:
     """Returns where a run is: the one that has this folder, or that was started with this configuration. Raises NoRunError,
     ConfigError, or OSError of a storage that does not answer."""
     if documents.is_url(run) or Path(run).is_dir():
-        return _checked(place_of_run(run, LIMITS), run)
+        return _checked(place_of_run(run, FOR_PEOPLE), run)
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
         raise NoRunError(f"there is no {run}: give a run's folder, its URL, or the YAML file it was started with")
-    place = place_of_run(load(run, overrides).run_dir, LIMITS)
+    place = place_of_run(load(run, overrides).run_dir, FOR_PEOPLE)
     if not place.is_dir():
         raise NoRunError(f"{run} was not started yet with this storage and name: there is no {place}")
     return place

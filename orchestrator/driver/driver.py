@@ -203,8 +203,8 @@ class Driver:
         self.events.enter(DriverState.RESERVING)
         name = self.launch.name_in_cluster(self.config.training.name)
         # First: what an earlier driver left holds machines that this gang needs.
-        self.gangs.clear(name, check_stop=self._check_lease)
         check_stop = partial(self._check_stop, "machines are being reserved")
+        self.gangs.clear(name, check_stop=check_stop)
         try:
             gang = self.gangs.reserve(self.config.hosts, name, check_stop=check_stop, **self._agent_options())
         except GangTimeout as error:
@@ -282,7 +282,8 @@ class Driver:
         self._time_limit.check(f"the run ends while {activity}")
 
     def _release(self) -> None:
-        if self._membership is not None:
+        # A Ray without its head does not answer, and takes all its processes along.
+        if self._membership is not None and self.board.stop_requested() != StopReason.HEAD_LOST:
             self.membership.gang.release()
 
     # ------------------------------------------------------------------ a generation
@@ -383,10 +384,11 @@ class Driver:
         self.events.catch_up(generation, unpolled_events(answers))
         return find_cause(generation, answers, asked_at_s)
 
-    def _wait_for_deaths(self, hosts: Sequence[int]) -> None:
+    def _wait_for_deaths(self, hosts: Sequence[int]) -> bool:
         self._check_lease()
         names = ", ".join(map(str, hosts))
         self.events.enter(DriverState.HALTING, f"host {names}: the killed process takes long to end")
+        return self.board.stop_requested() is not None
 
     def _resized(self, generation: Generation, end: Paused, findings: Findings, paused_s: float) -> Incident:
         """Returns the incident of a generation that was asked to save and stop."""

@@ -44,7 +44,8 @@ AGENT_TIMEOUT_S = 20.0
 SUSPECT_TIMEOUT_S = 2.0
 """The same for an agent whose answer was late already: the other hosts must not wait long for a machine that is probably dead."""
 DYING_TIMEOUT_S = 600.0
-"""How long a killed process may take to be gone: freeing a terabyte of memory takes minutes."""
+"""How long a killed process may take to be gone: freeing a terabyte of memory takes minutes. Less if a stop is asked for."""
+DYING_TIMEOUT_OF_A_STOP_S = 20.0
 KEPT_STACKS = 20
 """How many incidents keep their stacks: the newest ones."""
 KEPT_STACKS_BYTES = 256 << 20
@@ -67,22 +68,22 @@ class Halt:
         self.began_s = clock()
         """When the hosts were asked to halt."""
 
-    def run(self, cursors: Mapping[int, int], waiting: Callable[[list[int]], None]) -> dict[int, Any]:
+    def run(self, cursors: Mapping[int, int], waiting: Callable[[list[int]], bool]) -> dict[int, Any]:
         """Returns each host's answer to `halt`, with its events since its cursor; none from a host whose agent is gone or silent.
 
-        `waiting` is called with the hosts whose processes take long to die.
+        `waiting` is called with the hosts whose processes take long to die; it returns whether a stop is asked for.
         """
         if self._generation.overdue:  # before any host is halted: the stacks of all are needed to find the one that hangs
             self._ask(range(self._generation.num_hosts), lambda host: self._gang.call(host, "take_stacks"))
         self.began_s = self._clock()
         answers = self._ask(range(self._generation.num_hosts), lambda host: self._call_halt(host, cursors))
         while dying := [host for host, answer in answers.items() if not answer.get("gone", True)]:
-            if self._clock() - self.began_s > DYING_TIMEOUT_S:
+            limit_s = DYING_TIMEOUT_OF_A_STOP_S if waiting(dying) else DYING_TIMEOUT_S
+            if self._clock() - self.began_s > limit_s:
                 for host in dying:
                     self._generation.lose_agent(host)
                     del answers[host]
                 break
-            waiting(dying)
             answers = {**answers, **self._ask(dying, lambda host: self._call_halt(host, cursors))}
             # Those that fell silent meanwhile were given up by `_ask`.
             answers = {host: answer for host, answer in answers.items() if self._generation.broken.get(host) != "agent"}

@@ -5,6 +5,7 @@ Ray itself tries a dead address for minutes, in warnings only, and notices a dea
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
@@ -30,6 +31,8 @@ NEWEST_CLUSTER = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
 # The first bytes of HTTP/2 (RFC 9113, 3.4): its preface and an empty frame of settings. Ray's head answers with its own settings.
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 HTTP2_SETTINGS = 4
+REFUSED = os.strerror(errno.ECONNREFUSED).lower()
+"""Nobody listens there: on this machine its process is dead."""
 
 
 class ClusterError(Exception):
@@ -97,6 +100,8 @@ class HeadWatch:
     """Asks the head once a second, in a thread. Says when it has become silent, and when it answers again.
 
     `lost` tells why it is gone while it is silent. `over` is true when it has been silent for so long that Ray gives up, too.
+    `own_died` is called if the head is of a Ray that this command has started, and is dead: it never comes back, and the hosts
+    have until Ray gives up to save.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class HeadWatch:
         address: str,
         run_dir: str,
         tell: Callable[[Note], None],
+        own_died: Callable[[], None] | None = None,
         *,
         silent_s: float = SILENT_S,
         give_up_s: float = GIVE_UP_S,
@@ -111,8 +117,10 @@ class HeadWatch:
     ):
         self.address, self.run_dir = address, run_dir
         self.lost: str | None = None
-        self.over = False
-        self._tell, self._silent_s, self._give_up_s, self._clock = tell, silent_s, give_up_s, clock
+        self.over = self._is_dead = False
+        self._tell, self._own_died = tell, own_died
+        self._silent_s, self._give_up_s, self._clock = silent_s, give_up_s, clock
+        self._which = "Ray that this command has started (gcs_server)" if own_died else f"Ray cluster at {address}"
         self._heard_s = clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head of the cluster", daemon=True)
@@ -131,14 +139,22 @@ class HeadWatch:
             self._heard_s = self._clock()
             if self.lost:
                 self.lost = None
-                self._tell(Note(ev="note", message=f"the head of the Ray cluster at {self.address} answers again"))
+                self._tell(Note(ev="note", message=f"the head of the {self._which} answers again"))
             return
         silent_s = self._clock() - self._heard_s
         self.over = silent_s >= self._give_up_s
-        if silent_s >= self._silent_s and not self.lost:
-            self.lost = self._describe(problem)
-            message = f"{self.lost}; unless it comes back within {self._give_up_s:g} s, this command ends. {self.way_on()}"
-            self._tell(Note(ev="note", message=message, level="error"))
+        if silent_s < self._silent_s or self._is_dead:
+            return
+        self._is_dead = self._own_died is not None and problem == REFUSED
+        if self.lost and not self._is_dead:
+            return
+        self.lost = self._describe(problem)
+        ends = f"unless it comes back within {self._give_up_s:g} s, this command ends"
+        if self._is_dead:
+            ends = "it does not come back: the hosts save and stop"
+        self._tell(Note(ev="note", message=f"{self.lost}; {ends}. {self.way_on()}", level="error"))
+        if self._is_dead and self._own_died is not None:
+            self._own_died()
 
     def why_lost(self) -> str | None:
         """Returns why the head is gone, and how to go on; None if it is there. Asks it: a driver may end before the watch has
@@ -148,17 +164,15 @@ class HeadWatch:
         return f"{self.lost}. {self.way_on()}" if self.lost else None
 
     def way_on(self) -> str:
-        return (
-            "When there is a cluster again, the same command, with its address, goes on from the newest checkpoint in "
-            f"{self.run_dir}/checkpoints"
-        )
+        again = "The same command" if self._own_died else "When there is a cluster again, the same command, with its address,"
+        return f"{again} goes on from the newest checkpoint in {self.run_dir}/checkpoints"
 
     def _ask(self) -> str | None:
         host, _, port = self.address.rpartition(":")
         return why_silent(host.strip("[]"), int(port), self._silent_s)
 
     def _describe(self, problem: str) -> str:
-        return f"the head of the Ray cluster at {self.address} does not answer: {problem}"
+        return f"the head of the {self._which} does not answer: {problem}"
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S) and not self.over:

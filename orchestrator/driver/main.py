@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from cluster.hosts.process_env import PRIVATE_UMASK
 from gangway.storage import documents
+from gangway.waits import Result, heeding, in_time, pause
 from orchestrator.config.job import JobConfig, resolved_yaml, shown
 from orchestrator.driver.ending import Ending, Progress, Superseded, TrainingFailed, ending
 from orchestrator.driver.ray_train import JobFailed, Reporter
@@ -28,16 +30,19 @@ from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 
-STOP_LOOK_S = 0.5
-"""How often a wait looks whether a stop is asked for."""
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 CONFIG = "config.yaml"
 REGISTRATION_TIMEOUT_S = 900.0
-"""How much longer the end of a launch waits for the final model to be in MLflow. What is left then is sent by the next start."""
+"""How much longer the end of a launch waits for the final model to be in MLflow, unless a stop is asked for. What is left then is
+sent by the next start."""
+END_TIMEOUT_S = 180.0
+"""How long the conclusion of a launch may take, with the writes of a storage that may hang."""
+END_TIMEOUT_OF_A_STOP_S = 20.0
+LAST_TRY_S = 1.0
+"""How long each write of a conclusion that is late may still take."""
 NOTICES_CLOSE_TIMEOUT_S = 15.0
 """How long the end of a launch waits until its notices are sent."""
-Result = TypeVar("Result")
 
 
 def drive(message: dict[str, Any], reporter: Reporter) -> None:
@@ -55,11 +60,13 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
     clock = steady_clock()
     # Before the lease: a driver that is started again after the end must not open the launch once more.
     # The board's first: the storage may not have been able to take it.
+    begin = Begin(board)
     try:
-        outcome = board.outcome() or when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
-        if outcome is None:
-            arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
-            launch = when_storage_answers(lambda: open_launch(*arguments, lambda message: _warn(board, message)), board)
+        with heeding(begin.check_stop):
+            outcome = board.outcome() or begin.when_storage_answers(lambda: read_outcome(run_dir, launch_id))
+            if outcome is None:
+                arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
+                launch = begin.when_storage_answers(lambda: open_launch(*arguments, begin.wait_for))
     except StoppedBefore as stop:
         board.conclude(stopped_before(launch_id, str(stop), board.stop_requested()))
         return
@@ -94,7 +101,8 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         progress = Progress(launch.progress.trained_step, launch.progress.checkpoint_step, launch.progress.save_problem)
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, recorders, end, result, clock)
-        log.write()
+        with suppress(TimeoutError):
+            in_time(log.write, partial(close_timeout_s, board))
         notifier.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else NOTICES_CLOSE_TIMEOUT_S)
     if outcome["status"] == "failed":
         raise JobFailed(outcome["error"])
@@ -148,7 +156,8 @@ def conclude(
     Each is tried by itself. What cannot be written, such as on a disk that is full, is named in the outcome (`unwritten`); how
     the launch has ended does not depend on it.
     """
-    unwritten = Unwritten()
+    unwritten = Unwritten(lambda: END_TIMEOUT_OF_A_STOP_S if board.stop_requested() else END_TIMEOUT_S + to_register_s)
+    to_register_s = REGISTRATION_TIMEOUT_S if config.tracking.register_model else 0.0
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[end.status]
 
     def document() -> dict[str, Any]:
@@ -202,7 +211,7 @@ def register_model(launch: Launch, board: BoardLike, config: JobConfig, end: End
     if step is None or path is None:
         raise OSError(f"there is no checkpoint to register as {name}")
     board.post({"ev": "note", "message": f"the model of step {step} is being registered in MLflow as {name}", "level": "info"})
-    launch.tracker.register_model(name, path, step, 0.0 if hurried(board) else REGISTRATION_TIMEOUT_S)
+    launch.tracker.register_model(name, path, step, lambda: 0.0 if board.stop_requested() else REGISTRATION_TIMEOUT_S)
 
 
 def keep_report(launch: Launch, config: JobConfig) -> str:
@@ -215,15 +224,17 @@ def keep_report(launch: Launch, config: JobConfig) -> str:
 
 
 class Unwritten:
-    """What of the conclusion could not be written, and why."""
+    """What of the conclusion could not be written, and why. A storage that hangs has as long as `limit_s` says for all of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: Callable[[], float]) -> None:
         self.texts: list[str] = []
+        self._limit_s, self._began_s = limit_s, time.monotonic()
 
     def unless_done(self, what: str, work: Callable[[], Result]) -> Result | None:
-        """Returns what `work` returns; None, with a text more, if it raises."""
+        """Returns what `work` returns; None, with a text more, if it raises or has no time left."""
+        passed_s = time.monotonic() - self._began_s
         try:
-            return work()
+            return in_time(work, lambda: max(LAST_TRY_S, self._limit_s() - passed_s))
         except Exception as error:  # the training is over and saved: nothing of this may make a failure of it
             self.texts.append(f"{what} ({(isinstance(error, OSError) and error.strerror) or error})")
             return None
@@ -236,7 +247,7 @@ def steady_clock() -> Callable[[], float]:
 
 
 class StoppedBefore(Exception):
-    """Somebody has asked for a stop before the run's storage could be read."""
+    """Somebody has asked for a stop before the run could be opened."""
 
 
 def stopped_before(launch_id: str, why: str, reason: str | None) -> dict[str, Any]:
@@ -245,25 +256,39 @@ def stopped_before(launch_id: str, why: str, reason: str | None) -> dict[str, An
     return {"launch_id": launch_id, "status": "stopped", "stop_reason": reason, "error": None, "line": line, "unwritten": []}
 
 
-def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """Repeats `work` while the storage fails, for minutes, as long as nobody asks for a stop. If the driver died of it, each time
-    would use up one of its restarts. Raises StoppedBefore, or OSError when it has waited long enough."""
-    reported = False
-    for delay_s in (*STORAGE_DELAYS_S, None):
-        try:
-            return work()
-        except OSError as error:
-            if delay_s is None:
-                raise
-            if not reported:
-                minutes = sum(STORAGE_DELAYS_S) / 60
-                _warn(board, f"the run's storage cannot be read, trying again for {minutes:.0f} minutes: {error}")
-            reported = True
-            for _ in range(math.ceil(delay_s / STOP_LOOK_S)):
-                if board.stop_requested():
-                    raise StoppedBefore(f"the run's storage could not be read: {error}") from error
-                sleep(min(delay_s, STOP_LOOK_S))
-    raise AssertionError
+class Begin:
+    """The time until the run is open: its storage may not answer, and another driver may still have it."""
+
+    def __init__(self, board: BoardLike):
+        self._board, self._why = board, "its storage has not answered yet"
+
+    def check_stop(self) -> None:
+        """Called in every wait. Raises StoppedBefore if a stop is asked for."""
+        if self._board.stop_requested():
+            raise StoppedBefore(self._why)
+
+    def wait_for(self, message: str) -> None:
+        """Tells what is waited for now."""
+        self._why = message
+        _warn(self._board, message)
+
+    def when_storage_answers(self, work: Callable[[], Result]) -> Result:
+        """Repeats `work` while the storage fails, for minutes. If the driver died of it, each time would use up one of its
+        restarts. Raises OSError when it has waited long enough."""
+        reported = False
+        for delay_s in (*STORAGE_DELAYS_S, None):
+            try:
+                return work()
+            except OSError as error:
+                if delay_s is None:
+                    raise
+                self._why = f"the run's storage could not be read: {error}"
+                if not reported:
+                    minutes = sum(STORAGE_DELAYS_S) / 60
+                    _warn(self._board, f"the run's storage cannot be read, trying again for {minutes:.0f} minutes: {error}")
+                reported = True
+            pause(delay_s)
+        raise AssertionError
 
 
 def hurried(board: BoardLike) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from cluster.gang.gang_like import AnyGang, SlotLike
 from cluster.hosts.config import devices_per_host, hosts_at_a_time, min_hosts, num_hosts, slots_of_slices, slots_of_whole_slices
-from cluster.placement.waits import CheckStop, do_nothing
+from gangway.waits import CheckStop, do_nothing
 from orchestrator.config.job import JobConfig
 from orchestrator.failures.history import PastFailure
 from orchestrator.policies import elasticity

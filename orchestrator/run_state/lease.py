@@ -27,6 +27,7 @@ from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of, place_of_run
 from gangway.storage.row import FOLDER, OvertakenError, Record, Row
 from gangway.storage.row import KIND as ROW_KIND
+from gangway.waits import pause
 from orchestrator.run_state.processes import lives, started, this_machine
 from trainers.checkpoint import layout
 
@@ -98,7 +99,7 @@ class Time:
     """The wall clock, for people only: it differs between machines."""
     passed: Clock = time.monotonic
     """The monotonic clock, by which leases expire."""
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] = pause
 
 
 def holder_of(run_dir: str) -> Holder | None:

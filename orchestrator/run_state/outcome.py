@@ -10,7 +10,7 @@ from typing import Any
 
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument
-from gangway.storage.object_store import Limits
+from gangway.storage.object_store import BRIEFLY
 from gangway.storage.opening import place_of_run
 from gangway.storage.row import FOLDER, Row
 from gangway.storage.store import Place
@@ -19,7 +19,6 @@ from orchestrator.run_state.summary import training_digest
 from trainers.checkpoint import layout
 
 FILE = OUTCOME_KIND.name
-ASKED_BRIEFLY = Limits(request_s=5.0, patience_s=5.0)
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 """The exit statuses of the command of a run: refused are a configuration, a cluster and a run that cannot be used."""
 
@@ -60,7 +59,7 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     bucket is asked briefly.
     """
     try:
-        run = place_of_run(run_dir, ASKED_BRIEFLY)
+        run = place_of_run(run_dir, BRIEFLY)
         outcome, summary = (kind.read(run / kind.name) for kind in (OUTCOME_KIND, SUMMARY_KIND))
         step = _whole_step(run)
     except (OSError, documents.StorageError):

@@ -19,9 +19,10 @@ from rich.text import Text
 from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import counted, own, shown
 from gangway.storage import documents, json_text, several
+from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
 from gangway.terminal import nobody_looks
-from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in
+from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, plain_console, printable, seconds
@@ -81,7 +82,7 @@ def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
 def look(place: str, overrides: Sequence[str] = ()) -> list[Overview]:
     """Returns how the runs of a storage are, those that go on first; of a run's folder or a configuration, that of the run.
     Raises what REFUSALS names."""
-    folder = place_of(place, LIMITS)
+    folder = place_of(place, FOR_PEOPLE)
     if folder.is_dir() and not is_run(folder):
         found = [run for run in several.each(overview.read, runs_in(folder)) if run.launch_id or is_run(place_of(run.folder))]
         if not found:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cluster.agent.child_process import child_env, import_path
 from gangway.storage import documents, durable
+from gangway.waits import CHECK_STOP_INTERVAL_S
 from orchestrator.tracking.spool import FOLDER
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -36,14 +37,15 @@ class ShipperProcess:
         self._thread = threading.Thread(target=self._keep_running, name="shipper", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
-        """Lets it ship the rest for at most `timeout_s`, and leaves no process behind."""
-        deadline_s = time.monotonic() + timeout_s
+    def close(self, limit_s: Callable[[], float]) -> None:
+        """Lets it ship the rest, for as long as `limit_s` says from now on, and leaves no process behind."""
+        began_s = time.monotonic()
         with self._lock:
             # Under one lock with `_run_one`: each shipper gets the line, even one that is being started now.
             self._closing.set()
             _send(self._process, DRAIN)
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        while self._thread.is_alive() and (left_s := began_s + limit_s() - time.monotonic()) > 0:
+            self._thread.join(min(left_s, CHECK_STOP_INTERVAL_S))
         with self._lock:
             self._out_of_time.set()
             if self._process is not None:

@@ -64,7 +64,7 @@ class Tracker:
         self._shipper: ShipperProcess | None = None
         self._closed = False
         self._model: dict[str, Any] | None = None
-        self._wait_s = 0.0
+        self._wait_s: Callable[[], float] = lambda: 0.0
         named = identity.of(run_dir)
         self.problems += named.notes
         self.identity = named.id
@@ -101,8 +101,9 @@ class Tracker:
         """The file or folder must still be there when it is shipped."""
         self._append(artifact=self._named(path), folder=folder)
 
-    def register_model(self, name: str, checkpoint: str, step: int, wait_s: float) -> None:
-        """Registers this checkpoint under `name`, after all else is shipped. `close` waits `wait_s` longer for it."""
+    def register_model(self, name: str, checkpoint: str, step: int, wait_s: Callable[[], float]) -> None:
+        """Registers this checkpoint under `name`, after all else is shipped. `close` waits longer for it, as long as `wait_s`
+        says, which it asks again and again."""
         self._model = {"model": name, "source": self._named(checkpoint), "step": step}
         self._wait_s = wait_s
 
@@ -144,7 +145,7 @@ class Tracker:
         self._closed = True
         if self._shipper is None:
             return self._spool.problem
-        self._shipper.close(timeout_s + self._wait_s)
+        self._shipper.close(lambda: timeout_s + self._wait_s())
         return left_over(self._folder) or self._spool.problem or self._not_registered()
 
     def registered(self) -> str | None:

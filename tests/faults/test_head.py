@@ -1,4 +1,5 @@
-"""The head of the cluster dies under a running command: told in seconds, and the same command goes on on another cluster."""
+"""The head of the cluster dies under a running command: told in seconds, and the same command goes on on another cluster. Of a
+Ray that the command has started: the hosts save first."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from gangway.storage.opening import place_of
@@ -61,3 +63,30 @@ def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):
         assert start(tmp_path, cluster, log, newest + 10).wait(PATIENCE_S) == 0, console.read_text()
     assert f"goes on from step {newest}" in console.read_text()
     assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["steps"] == newest + 10
+
+
+def test_a_head_of_its_own_ray_that_dies_lets_the_hosts_save_first(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.run",
+        "configs/tiny.yaml",
+        f"storage={tmp_path}",
+        *SETTINGS,
+        "max_num_steps=100000",
+    ]
+    console, run = tmp_path / "console.log", tmp_path / "tiny"
+    with console.open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        assert wait_until(lambda: process.poll() is not None or layout.steps(place_of(run) / "checkpoints"))
+        (head,) = [each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == "gcs_server"]
+        head.kill()
+        assert process.wait(PATIENCE_S) == 1, console.read_text()
+    finally:
+        process.kill()
+    *_, error, end = [line for line in console.read_text().splitlines() if line]
+    assert error.startswith("error: the head of the Ray that this command has started (gcs_server) does not answer")
+    newest = max(layout.steps(place_of(run) / "checkpoints"))
+    assert end == f"stopped at {newest}; saved at {newest}; run the same command again to go on"
+    assert json.loads((run / "outcome.json").read_text())["stop_reason"] == "head_lost"

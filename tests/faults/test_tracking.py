@@ -264,12 +264,17 @@ def test_close_keeps_to_its_time_with_a_server_that_never_answers(run_dir):
         it = Tracker(run_dir, TrackingConfig(uri=f"http://127.0.0.1:{listener.getsockname()[1]}"), "a")
         log_steps(it, range(10))
         listener.accept()[0].close()
+        asked = threading.Event()
+        it.register_model("tiny", f"{run_dir}/checkpoints/2", 2, lambda: 0.0 if asked.is_set() else 3600.0)
         closing = threading.Thread(target=it.close, args=(1.0,), daemon=True)
         closing.start()
+        closing.join(2.0)
+        assert closing.is_alive()  # for the model, until a stop is asked for
+        asked.set()
         closing.join(PATIENCE_S)  # Left to itself the shipper would go on for ever.
         assert not closing.is_alive()
         assert gone(shipper_pid(it))
-    assert it.close(1.0).startswith("12 tracking entries are not in MLflow yet")
+    assert it.close(1.0).startswith("13 tracking entries are not in MLflow yet")
 
 
 @pytest.mark.slow("ships to a store of MLflow")
@@ -414,7 +419,7 @@ def test_the_final_model_is_registered_once_loads_and_predicts_and_a_changed_res
     train(os.path.dirname(run_dir), tmp_path)
     for launch, steps in (("one", 2), ("two", 2), ("three", 4)):
         it = Tracker(run_dir, TrackingConfig(), "a", {"max_num_steps": steps}, launch=(launch, time.time()))
-        it.register_model("tiny", documents.join(run_dir, "checkpoints", "2"), 2, PATIENCE_S)
+        it.register_model("tiny", documents.join(run_dir, "checkpoints", "2"), 2, lambda: PATIENCE_S)
         assert it.close(PATIENCE_S) is None
         assert it.registered() == "models:/tiny/1"
     assert query(store, "select count(*) from model_versions") == [(1,)]
@@ -437,7 +442,7 @@ def test_the_final_model_of_a_run_in_a_bucket_is_registered_loads_and_predicts(m
         train(storage, tmp_path)
         (checkpoint,) = place_of(f"{storage}/a/checkpoints").folders()
         it = Tracker(f"{storage}/a", TrackingConfig(), "a")
-        it.register_model("tiny", f"{storage}/a/checkpoints/{checkpoint}", 2, PATIENCE_S)
+        it.register_model("tiny", f"{storage}/a/checkpoints/{checkpoint}", 2, lambda: PATIENCE_S)
         assert it.close(PATIENCE_S) is None
     assert it.registered() == "models:/tiny/1"
     assert predicts(store)

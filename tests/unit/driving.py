@@ -202,12 +202,12 @@ class Launched:
         )
         return self.driver
 
-    def run(self) -> dict[str, Any]:
-        """The result of the driver that ended the launch. Raises TrainingFailed, or Superseded."""
+    def run(self, stored: bool = True) -> dict[str, Any]:
+        """The result of the driver that ended the launch. Raises TrainingFailed, or Superseded. `stored`: all of it is."""
         while True:
             try:
                 result = self.start_driver().run()
-                assert self.launch.flush(600.0)
+                assert not stored or self.launch.flush(600.0)
                 return result
             except DriverDied:
                 self.writer.dead = True
@@ -220,10 +220,10 @@ class Launched:
         return self.board.read(0, 0.0)[1]
 
 
-def end_of(launched: Launched) -> tuple[str, Any]:
+def end_of(launched: Launched, stored: bool = True) -> tuple[str, Any]:
     """(how it ended, the result or the reason)."""
     try:
-        return "finished", launched.run()
+        return "finished", launched.run(stored)
     except TrainingFailed as error:
         return "failed", str(error)
     except Superseded as error:

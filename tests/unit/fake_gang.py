@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from cluster.agent import effects, inputs
@@ -84,6 +85,8 @@ class World:
         """Numbers of writes (counted from 1) of which each fails once."""
         self.driver_ahead_s = 0.0
         """How far the wall clock of the driver's machine is ahead."""
+        self.dying_s = 0.0
+        """How long a killed process takes to be gone."""
         self.can_start_agents = True
         self.deaf = False
         """Whether processes do not do what they are asked."""
@@ -282,6 +285,8 @@ class Agent:
         if method == "halt":
             self._check_halt()
             self.feed(inputs.Halt(call, driver_term, HALT_ANSWER_S, cursor))
+            if self.world.dying_s:
+                self.world.at(HALT_ANSWER_S, self._end_waits)
         elif method == "take_stacks":
             self.feed(inputs.TakeStacks(call, driver_term, STACKS_TIMEOUT_S))
         else:
@@ -339,7 +344,11 @@ class Agent:
             case effects.Send():
                 self._answer(cast(Call, effect.call), self._command(orders_of.read_command(effect.message)))
             case effects.Kill():
-                self._end(effect.process, ExitStatus(None, 9, self.clock(), by_parent=True))
+                how = ExitStatus(None, 9, self.clock(), by_parent=True)
+                if self.world.dying_s:
+                    self.world.at(self.world.dying_s, partial(self._end, effect.process, how))
+                else:
+                    self._end(effect.process, how)
             case effects.ReadStacks():
                 self.feed(inputs.StacksTaken(effect.process, None))
             case effects.ReadOverdue():

@@ -257,7 +257,8 @@ class SimulatedRay:
             for module, names in stand_ins.items():
                 for name, stand_in in names.items():
                     patches.enter_context(mock.patch.object(module, name, stand_in))
-            patches.enter_context(mock.patch("cluster.placement.waits.time", clock))
+            for module in ("gangway.waits", "cluster.placement.placement_groups"):
+                patches.enter_context(mock.patch(f"{module}.time", clock))
             yield
 
     def _keeper(self, lease_s: float, call: Callable[[Any], Any]) -> LeaseKeeper:

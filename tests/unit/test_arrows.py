@@ -32,7 +32,7 @@ ASSUMED_OF_THE_MACHINE = {"gangway": set(), "trainers": {"gangway", "jax", "jaxl
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "gangway": (
-        ("first_line", "foreign_errors", "published", "stop_reason", "surroundings", "text"),
+        ("first_line", "foreign_errors", "published", "stop_reason", "surroundings", "text", "waits"),
         ("config", "storage", "terminal"),
         ("wire", "program"),
         ("errors",),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gangway.storage import identity
+from gangway.storage.object_store import Limits
 
 
 def test_a_run_that_is_moved_or_reached_through_a_link_is_the_same(tmp_path):
@@ -103,7 +104,7 @@ def test_a_run_whose_old_place_cannot_be_asked_is_taken_for_moved_soon_and_says_
     variables = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    brief, asked, place_of = identity.Limits(request_s=0.1, patience_s=0.2), [], identity.place_of
+    brief, asked, place_of = Limits(request_s=0.1, patience_s=0.2), [], identity.place_of
     monkeypatch.setattr(identity, "BRIEFLY", brief)
     monkeypatch.setattr(identity, "place_of", lambda path, limits=None: asked.append((path, limits)) or place_of(path, brief))
     run = made(tmp_path / "run")

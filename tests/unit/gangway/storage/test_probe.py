@@ -53,7 +53,7 @@ def test_a_url_that_cannot_work_is_reported(url, message):
     ],
 )
 def test_what_may_not_be_done_is_named(scheme, match, do, message, stores, monkeypatch):
-    monkeypatch.setattr(probe, "LIMITS", Limits(1.0, 0.05, 0.01, 0.01))
+    monkeypatch.setattr(probe, "FOR_PEOPLE", Limits(1.0, 0.05, 0.01, 0.01))
     stores[scheme].set(monkeypatch)
     stores[scheme].proxy.faults[:] = [Fault(match, do)]
     with pytest.raises(StorageError, match=f"storage: {message}.*; set storage=URL to a bucket"):

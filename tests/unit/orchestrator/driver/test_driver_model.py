@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
+from orchestrator.driver.halt import AGENT_TIMEOUT_S
+from orchestrator.driver.stop_requests import STOP_TIMEOUT_S
 from tests import fuzz
 from tests.unit.driving import Launched, end_of
 from tests.unit.fake_gang import Process, World
@@ -19,6 +22,8 @@ from tests.unit.fake_gang import Process, World
 HORIZON_S = 3600.0
 """A run of seconds that takes longer has a wait that does not end."""
 CLOCK_STEP_S = 3600.0
+STOPPED_WITHIN_S = STOP_TIMEOUT_S + 3 * AGENT_TIMEOUT_S
+"""The state is saved first; then each host is asked for its end, and for its last events."""
 HARMLESS = ("driver", "stall", "storage_hangs", "storage_fails", "write_fails", "clock", "driver_clock", "blip")
 """What the gang itself does not notice."""
 
@@ -147,3 +152,37 @@ def test_each_write_may_fail_once():
 
     for number in range(1, run().num_writes + 1):
         run(number)
+
+
+@pytest.mark.slow("many runs; `make fuzz KIND=stops` has more")
+def test_a_stop_in_each_of_many_waits_ends_it():
+    for number in range(fuzz.count(40)):
+        check_stopped(fuzz.seed(1) * 1000 + number)
+
+
+@pytest.mark.parametrize("seed", [*range(8), 33, 52])
+def test_a_stop_ends_whatever_the_driver_waits_for(seed):
+    check_stopped(seed)
+
+
+WORLDS = (("can_start_agents", False, 0.5), ("deaf", True, 0.3), ("storage_fails", True, 0.2), ("dying_s", 2000.0, 0.3))
+
+
+def check_stopped(seed):
+    """A stop at any moment of a run with random faults, of which some are never overcome."""
+    rng, world = random.Random(seed), World(max_steps=400)
+    planned = [fault for fault in some_faults(rng) if fault.kind not in ("stall", "pause", "storage_hangs")]
+    launched = Launched(world, spares=rng.randrange(2), restart={"backoff_initial_s": 60.0})
+    for fault in planned:
+        plan(world, fault)
+    for name, value, share in WORLDS:
+        if rng.random() < share:
+            world.at(rng.uniform(0.0, 12.0), partial(setattr, world, name, value))
+    stop_s = rng.uniform(0.1, 40.0)
+    world.at(stop_s, lambda: launched.board.request_stop("interrupted"))
+    how, about = end_of(launched, stored=False)
+    assert world.violations == []
+    if world.now_s > stop_s:
+        assert "stopped on request" in about if how == "failed" else about["stop_reason"] in ("interrupted", "max_steps")
+    assert world.now_s - stop_s < STOPPED_WITHIN_S
+    assert not any(agent.alive and agent.reachable for agent in world.agents)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import errno
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from gangway import waits
 from orchestrator.commands.launching import exit_status, outcome_of
 from orchestrator.config.job import build
 from orchestrator.driver import main
@@ -302,6 +304,23 @@ def test_everything_fails_and_the_end_is_known_all_the_same(launch, job, monkeyp
     assert len(concluded(launch, job, Board())["unwritten"]) == 4
 
 
+@pytest.mark.parametrize("stopped", [None, "interrupted"])
+def test_a_storage_that_hangs_ends_the_end_in_its_time_and_sooner_if_a_stop_is_asked_for(launch, job, monkeypatch, stopped):
+    hang, board = threading.Event(), Board()
+    if stopped:
+        board.request_stop(stopped)
+    for module, name in ((launch, "close"), (summary, "write"), (main, "write_outcome")):
+        monkeypatch.setattr(module, name, lambda *args: hang.wait())
+    monkeypatch.setattr(main, "LAST_TRY_S", 0.1)
+    monkeypatch.setattr(main, "END_TIMEOUT_OF_A_STOP_S" if stopped else "END_TIMEOUT_S", 0.2)
+    outcome = concluded(launch, job, board)
+    hang.set()
+    assert outcome["status"] == "finished"
+    hung = ("the metrics of the end", "the state of the run", "summary.json", "outcome.json")
+    assert outcome["unwritten"] == [f"{what} (no answer within 0 s)" for what in hung]
+    assert board.outcome() == outcome
+
+
 def test_a_driver_that_ray_train_starts_again_finds_the_end_where_the_storage_could_not_take_it(job, monkeypatch):
     monkeypatch.setattr(main, "open_launch", lambda *args: pytest.fail("the launch is over"))
     message = {"config": job, "run_dir": job.run_dir, "launch_id": "here", "board": Board(), "started_at_s": 0.0}
@@ -325,9 +344,9 @@ def test_a_stop_is_heeded_while_the_storage_cannot_be_read(job, monkeypatch, unr
             board.request_stop("interrupted")
 
     monkeypatch.setattr(main, unread, gone)
-    monkeypatch.setattr(main.when_storage_answers, "__defaults__", (sleep,))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=sleep))
     drive({"config": job, "run_dir": job.run_dir, "launch_id": "here", "board": board, "started_at_s": 0.0}, SimpleNamespace())
-    assert sum(slept) < 20 + main.STOP_LOOK_S  # of ten minutes
+    assert sum(slept) <= 20 + waits.CHECK_STOP_INTERVAL_S  # of ten minutes
     assert exit_status(board.outcome(), None, None) == EXIT_STOPPED
     assert "stopped on request before the run went on: the run's storage could not be read: " in board.outcome()["line"]
     assert [event["message"] for event in board.read(0, 0)[1] if "trying again for 10 minutes" in event.get("message", "")]

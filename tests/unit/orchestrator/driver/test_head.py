@@ -123,6 +123,28 @@ def test_a_head_that_dies_and_comes_back_is_reported_once_each():
     assert not watch.over
 
 
+def test_a_dead_head_of_its_own_ray_lets_the_hosts_save_and_one_that_is_only_slow_does_not():
+    now_s, told, died = [0.0], [], []
+    with listener(None) as address:
+        watch = HeadWatch(
+            address,
+            "/runs/tiny",
+            lambda event: told.append(event["message"]),
+            lambda: died.append(now_s[0]),
+            silent_s=0.2,
+            clock=lambda: now_s[0],
+        )
+        now_s[0] = 1.0
+        watch.look()
+    assert "(gcs_server) does not answer: no answer within 0.2 s; unless it comes back within 55 s, this command ends" in told[0]
+    assert died == []
+    for now_s[0] in (2.0, 3.0):
+        watch.look()
+    assert died == [2.0]
+    assert "(gcs_server) does not answer: connection refused; it does not come back: the hosts save and stop. The same" in told[1]
+    assert len(told) == 2
+
+
 def test_a_head_that_stays_away_ends_the_command():
     now_s = [0.0]
     watch = HeadWatch(free_address(), "/runs/tiny", lambda event: None, give_up_s=10.0, clock=lambda: now_s[0])

@@ -62,7 +62,7 @@ def test_in_a_bucket_it_has_nothing_to_do_either(stores, monkeypatch, capsys):
 
 
 def test_a_bucket_that_does_not_answer_is_for_the_launch(monkeypatch):
-    monkeypatch.setattr(outcome, "ASKED_BRIEFLY", Limits(request_s=0.2, patience_s=0.2))
+    monkeypatch.setattr(outcome, "BRIEFLY", Limits(request_s=0.2, patience_s=0.2))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(name, value)

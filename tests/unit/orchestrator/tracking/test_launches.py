@@ -123,7 +123,7 @@ def test_a_setting_that_is_gone_has_changed():
 
 def test_the_model_is_registered_after_all_else(tmp_path, run):
     tracker = Tracker(str(tmp_path), TrackingConfig(mlflow=False), "a")
-    tracker.register_model("tiny", str(saved(tmp_path, 10)), 10, 0.0)
+    tracker.register_model("tiny", str(saved(tmp_path, 10)), 10, lambda: 0.0)
     tracker.log_metrics(10, {"loss": 1.0})
     tracker.close()
     ship(tmp_path)
@@ -213,7 +213,7 @@ def test_the_model_of_a_run_in_a_bucket_is_exported_from_there(client, exporting
     run_dir = stores["gs"].url()
     checkpoint = f"{run_dir}/checkpoints/10-1_0_00000000"
     tracker = Tracker(run_dir, TrackingConfig(mlflow=False), "a")
-    tracker.register_model("tiny", checkpoint, 10, 0.0)
+    tracker.register_model("tiny", checkpoint, 10, lambda: 0.0)
     tracker.close()
     folder = tmp_path / ".gangway" / "runs" / tracker.identity / "tracking"
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["source"] == checkpoint
