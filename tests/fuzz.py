@@ -37,6 +37,7 @@ KINDS = {
     "adapters": f"{HF}/test_peft.py::test_many_adapters_with_patterns_are_read_as_peft_reads_them_or_refused",
     "changed_data": f"{DATA}/test_identity.py::test_each_of_many_random_changes_is_named_and_nothing_else",
     "deployments": f"{DEPLOY}/test_random_deployments.py::test_each_of_many_random_deployments_reads_back_equal_or_is_refused",
+    "texts": "tests/unit/orchestrator/test_random_texts.py",
     "documents": "tests/unit/test_damaged_documents.py::test_no_damage_of_many_passes_in_silence",
     "owners_on_disk": f"{OWNERS}::test_many_drivers_take_a_run_on_a_disk_from_each_other",
     "owners_in_bucket": f"{OWNERS}::test_many_drivers_take_a_run_in_a_bucket_from_each_other",

@@ -16,6 +16,7 @@ from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from orchestrator.config.locate import REFUSALS, RUN_HELP, run_of
 from orchestrator.report.child import NAME
+from trainers.console.text import printable
 
 
 @command(*REFUSALS)
@@ -40,7 +41,7 @@ def write(runs: Sequence[Where], out: Where, figures: Path | None = None) -> Non
 
     records = [record.read(run) for run in runs]
     text = page.of_one(records[0]) if len(records) == 1 else page.of_several(records)
-    documents.write_text(out, text.encode(errors="replace").decode())  # half a character of a file's name, say
+    documents.write_text(out, printable(text))  # half a character of a file's name, or signs that turn the others round
     if figures is not None:
         if figures.absolute().parent == Path(place_of(runs[0]).url):
             durable.make_folder(figures)

@@ -79,6 +79,16 @@ class Value(NamedTuple):
     step: int
 
 
+def sendable(text: str) -> str:
+    """Returns the text as every store of MLflow takes it. One half of a character, which a shell or a file of another encoding
+    gives, would stop all that comes after it; a NUL would end the text."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+
+
+def _sendable(values: Mapping[str, str]) -> dict[str, str]:
+    return {sendable(name): sendable(value)[:MAX_PARAM_LENGTH] for name, value in values.items()}
+
+
 def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]:
     """Returns complete lines from `offset`. A line that is still being written is left for later."""
     lines: list[Line] = []
@@ -170,7 +180,7 @@ class MlflowRun:
     def send_values(self, values: Sequence[Value]) -> None:
         from mlflow.entities import Metric
 
-        self.client.log_batch(self.run_id, metrics=[Metric(shown(v.name), v.value, v.time_ms, v.step) for v in values])
+        self.client.log_batch(self.run_id, metrics=[Metric(sendable(shown(v.name)), v.value, v.time_ms, v.step) for v in values])
 
     def send_record(self, record: dict[str, Any]) -> None:
         """Sends a line that holds no metrics."""
@@ -209,7 +219,7 @@ class MlflowRun:
         return runs[0].info.run_id if runs else None
 
     def _send_params(self, params: dict[str, str]) -> None:
-        params = {name: value[:MAX_PARAM_LENGTH] for name, value in params.items()}
+        params = _sendable(params)
         # MLflow refuses a second value of a parameter: it becomes a tag.
         changed = {name: value for name, value in params.items() if self._params.get(name, value) != value}
         fresh = {name: value for name, value in params.items() if name not in self._params}
@@ -221,14 +231,14 @@ class MlflowRun:
         from mlflow.entities import Param
 
         # 100: as many as MLflow takes in one request.
-        for some in _chunks(list(params.items()), 100):
-            self.client.log_batch(run_id, params=[Param(name, value[:MAX_PARAM_LENGTH]) for name, value in some])
+        for some in _chunks(list(_sendable(params).items()), 100):
+            self.client.log_batch(run_id, params=[Param(name, value) for name, value in some])
 
     def _send_tags(self, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for some in _chunks(list(tags.items()), 100):
-            self.client.log_batch(self.run_id, tags=[RunTag(name, value[:MAX_PARAM_LENGTH]) for name, value in some])
+        for some in _chunks(list(_sendable(tags).items()), 100):
+            self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in some])
 
     def _send_artifact(self, path: str, folder: str | None) -> None:
         if documents.is_url(path):
@@ -253,6 +263,7 @@ class MlflowRun:
         key = f"{self._key}/{launch}"
         if found := self._run_with(key):
             return found
+        name = sendable(name)
         tags = {KEY_TAG: key, PARENT_TAG: self.run_id, NAME_TAG: name}
         made = self.client.create_run(self._experiment_id, start_time=int(began_s * 1000), run_name=name, tags=tags).info.run_id
         self._log_params(made, params)

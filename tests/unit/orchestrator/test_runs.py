@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
-import random
 import threading
 import time
 from pathlib import Path
@@ -15,20 +13,16 @@ import pytest
 
 from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
-from gangway.storage.opening import place_of
-from orchestrator.commands import checkpoints, profile
+from orchestrator.commands import profile
 from orchestrator.config.locate import NoRunError
-from orchestrator.report.__main__ import write as write_report
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
-from tests import fuzz
 from tests.programs.processes import PATIENCE_S, wait_until
 from tests.saved import saved
-from trainers.console.text import plain_console, printable
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
 
@@ -240,62 +234,6 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     assert "first step 0.50\u00a0s" in told
     assert incidents.main([run, "--number", "3"]) == EXIT_REFUSED
     assert "the run has 2 incidents" in capsys.readouterr().err
-
-
-SIGNS = (
-    "[",
-    "]",
-    "/",
-    "[bold]",
-    "[/x]",
-    "[batch, heads]",
-    ":smile:",
-    "\x1b[2J",
-    "\x1b]0;t\a",
-    "\0",
-    "\udc80",
-    "<b>",
-    "&",
-    "%s",
-    "a",
-)
-
-
-def odd_texts():
-    dice = random.Random(fuzz.seed(1))
-    for _ in range(fuzz.count(6)):
-        yield "".join(dice.choices(SIGNS, k=dice.randrange(1, 12)))
-
-
-def test_any_text_is_a_line_of_a_console():
-    for text in odd_texts():
-        plain_console(file=(out := io.StringIO()), width=1000).print(text)
-        assert out.getvalue() == f"{printable(text)}\n"
-
-
-def test_any_text_of_a_run_is_shown_as_it_is(start, storage, capsys, tmp_path):
-    """Nothing of it is taken for markup or for an order to the terminal, and the page is written."""
-    for number, text in enumerate(odd_texts()):
-        run = storage / f"r{number}"
-        launch = start(run.name, text=text)
-        launch.record(an_incident(evidence={"summary": text, "log_tail": [text]}))
-        assert launch.flush(30.0)
-        end(launch, "finished")
-        expected = printable(text)
-        for show in (
-            lambda run=run: incidents.main([str(run)]),
-            lambda run=run: incidents.main([str(run), "--number", "1"]),
-            lambda run=run: status.main([str(run)]),
-            lambda run=run: checkpoints.main([str(run)]),
-            lambda run=run: compare.main([str(storage / "r0"), str(run)]) if run.name != "r0" else 0,
-            lambda run=run: write_report([place_of(str(run))], str(tmp_path / "page.html")) or 0,
-        ):
-            assert show() in (0, 1)
-            told = capsys.readouterr()
-            assert all(sign.isprintable() or sign == "\n" for sign in told.out + told.err)
-        incidents.main([str(run), "--number", "1"])
-        assert expected in capsys.readouterr().out
-        assert (tmp_path / "page.html").read_text()
 
 
 def test_no_steps_are_replayed_after_a_checkpoint_that_is_newer_than_the_last_step_heard_of():
