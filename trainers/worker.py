@@ -116,7 +116,7 @@ def main() -> None:
     sys.stdout, sys.stderr = (cast(TextIO, shown(stream, tries_again=True)) for stream in (sys.stdout, sys.stderr))
     let_trace(os.getppid())
     messages.take_apart()
-    pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
+    pipe = EventPipe(os.fdopen(int(os.environ.pop("EVENT_FD")), "w"))
     process = os.getpid()
     try:
         prepared = prepare_or_explain(orders_of.read_preparation(next_message()))

@@ -13,11 +13,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+from gangway.storage import ours
+from gangway.storage.store import Place
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
-from orchestrator.run_state.lease import RENEW_EVERY_S, TTL_S
+from orchestrator.run_state.launch import STATE
+from orchestrator.run_state.lease import LEASE_KIND, RENEW_EVERY_S, TTL_S
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED
 
 FULL_S = 15.0
@@ -28,6 +33,14 @@ START_S = 5.0
 """About as long as a command needs until its gang trains."""
 LAST_STRETCH_S = 600.0
 """The most that a run may need from its last fault but one to its end."""
+WHERE_RUNS_ARE = ours.with_any_of("a run", STATE)
+EARLY = """import jax.numpy as jnp
+
+SCALE = jnp.ones(3)
+
+
+class Scaled: ...
+"""
 STOPPED_AT = re.compile(r"^stopped at (\d+); (?:saved at (\d+)|nothing is saved)", re.MULTILINE)
 
 
@@ -99,30 +112,100 @@ def print_to_a_full_disk(testbed: Testbed, fault: Fault) -> Details:
 
 
 def change_data(testbed: Testbed, fault: Fault) -> Details:
-    """In one of three ways: a file is longer, has other letters, or is gone."""
+    """One file, in one of five ways."""
     assert testbed.data is not None
     run, rng = testbed.run, random.Random(fault.salt)
     stop_command(run)
-    file = rng.choice(sorted(testbed.data.iterdir()))
-    text, how = file.read_text(), rng.choice(["longer", "other", "gone"])
-    said_before = len(run.console())
+    file = rng.choice(sorted(testbed.data.glob("*.txt")))
+    text, how = file.read_text(), rng.choice(["longer", "shorter", "a letter", "gone", "new"])
+    said_before, place = len(run.console()), rng.randrange(len(text))
+    away, changed = file.with_suffix(".away"), file
     match how:
         case "longer":
             file.write_text(f"{text}more")
-        case "other":
-            file.write_text(text.swapcase())
+        case "shorter":
+            file.write_text(text[: place or 1])
+        case "a letter":
+            file.write_text(f"{text[:place]}{'~' if text[place] != '~' else '-'}{text[place + 1 :]}")
         case "gone":
-            file.rename(file.with_suffix(".away"))
+            file.rename(away)
+        case "new":
+            changed = file.with_name(f"new-{file.name}")
+            changed.write_text(text)
     run.start()
     status, said = run.process.wait(SUPERSEDED_S), run.console()[said_before:]
-    if how == "gone":
-        file.with_suffix(".away").rename(file)
-    file.write_text(text)
-    if status != EXIT_REFUSED or file.name not in said:
+    if how == "new":
+        changed.rename(away)
+    elif how == "gone":
+        away.rename(file)
+    else:
+        file.write_text(text)
+    if status != EXIT_REFUSED or changed.name not in said:
         raise RunError(
-            f"{file.name} is {how}: the command ended with {status}, expected a refusal that names it; see {run.output}"
+            f"{changed.name}, {how}: the command ended with {status}, expected a refusal that names it; see {run.output}"
         )
     return {"file": file.name, "how": how, "status": status}
+
+
+def stop_a_wait(testbed: Testbed, fault: Fault) -> Details:
+    """That of a launch for the driver of another machine, which has not released the run and gives no sign of life."""
+    run, lease = testbed.run, testbed.run.run_dir / LEASE_KIND.name
+    stop_command(run)
+    LEASE_KIND.write(lease, {**(LEASE_KIND.read(lease) or {}), "machine": "another", "released": False})
+    said_before, delay_s = len(run.console()), random.Random(fault.salt).uniform(0, TTL_S / 2)
+    run.start()
+    run.wait(lambda: "has not released it" in run.console()[said_before:], "its wait for another driver")
+    time.sleep(delay_s)
+    asked_s = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    status, waited_s = run.process.wait(SUPERSEDED_S), time.monotonic() - asked_s
+    if status != EXIT_STOPPED or waited_s > TTL_S / 2 or "before the run went on" not in run.console()[said_before:]:
+        raise RunError(f"a stop in a wait: the command ended with {status} after {waited_s:.0f} s; see {run.output}")
+    return {"delay_s": round(delay_s, 2), "status": status, "waited_s": round(waited_s, 2)}
+
+
+def use_jax_early(testbed: Testbed, fault: Fault) -> Details:
+    """In a module of the user's, as it is imported: on the hosts it would be before they have joined."""
+    run = testbed.run
+    stop_command(run)
+    said_before = len(run.console())
+    with tempfile.TemporaryDirectory(prefix="gangway-chaos-") as folder:
+        module = Path(folder, "early.py")
+        module.write_text(EARLY)
+        run.start(f"trainer={module.stem}:Scaled", PYTHONPATH=folder)
+        status, said = run.process.wait(SUPERSEDED_S), run.console()[said_before:]
+    if status != EXIT_REFUSED or module.name not in said:
+        raise RunError(f"JAX used too early: the command ended with {status}, expected a refusal of the file; see {run.output}")
+    return {"status": status}
+
+
+def move_run(testbed: Testbed, fault: Fault) -> Details:
+    """To another place of the same storage, where the same command saves once; and back."""
+    run, before = testbed.run, testbed.run.run_dir
+    stop_command(run)
+    there = before.parent / f"{before.name}-chaos-moved" / before.name
+    move(before, there)
+    run.run_dir = there
+    since_s = run.now_s()
+    run.start(f"storage={there.parent.url}")
+    if not run.wait(lambda: run.saved_after(since_s), "a checkpoint where it was moved to"):
+        raise RunError(f"the run was moved to {there.url}, and the command has ended; see {run.output}")
+    stop_command(run)
+    move(there, before)
+    if there.store.is_local:
+        ours.delete_empty(there.parent.path)
+    run.run_dir = before
+    return {"there": there.url}
+
+
+def move(here: Place, there: Place) -> None:
+    if here.store.is_local:
+        os.makedirs(there.parent.path, exist_ok=True)
+        os.rename(here.path, there.path)
+        return
+    for entry in here.list():
+        (there / entry.name).put((here / entry.name).content())
+    ours.delete_folder(here, WHERE_RUNS_ARE)
 
 
 def stop_command(run: Run) -> None:

@@ -256,6 +256,24 @@ KINDS: Mapping[str, Kind] = {
         must_show=False,
         heal=around_command.start_again,
     ),
+    "stop_in_wait": Kind(
+        "the command is stopped, run again where another driver seems to hold the run, and stopped while it waits for that one",
+        around_command.stop_a_wait,
+        must_show=False,
+        heal=around_command.start_again,
+    ),
+    "early_jax": Kind(
+        "the command is stopped, and run again with a module that uses JAX as it is imported; then without it",
+        around_command.use_jax_early,
+        must_show=False,
+        heal=around_command.start_again,
+    ),
+    "moved_bucket": Kind(
+        "the command is stopped, its run goes on in another place of the storage, and comes back",
+        around_command.move_run,
+        must_show=False,
+        heal=around_command.start_again,
+    ),
     "full_output": Kind(
         "what `gangway status` prints arrives nowhere (a full disk)", around_command.print_to_a_full_disk, must_show=False
     ),

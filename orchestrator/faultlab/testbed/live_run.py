@@ -79,12 +79,12 @@ class Run:
 
     # ------------------------------------------------------------------ its life
 
-    def start(self, *more_overrides: str) -> None:
-        """Runs the command; once more, if it has stopped, as a user would go on."""
+    def start(self, *more_overrides: str, **env: str) -> None:
+        """Runs the command; once more, if it has stopped, as a user would go on. `env`: of this time alone."""
         test_overrides = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
         overrides = [*self.overrides, *test_overrides, *more_overrides]
         command = [sys.executable, "-m", "orchestrator.run", self.config_path, *overrides]
-        self._process = self.screen.start(command, self._env)
+        self._process = self.screen.start(command, {**self._env, **env})
 
     @property
     def process(self) -> subprocess.Popen:

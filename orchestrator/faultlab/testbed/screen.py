@@ -38,7 +38,8 @@ class Screen:
         self.close()
         with self.output.open("ab") as log:
             how: dict[str, Any] = {"stdout": subprocess.PIPE if self._has_reader else log, "stderr": log, "env": env}
-            process = self._start_in_terminal(command, how) if self._has_terminal else subprocess.Popen(command, **how)
+            with heard(signal.SIGINT, *([signal.SIGHUP] if self._has_terminal else ())):
+                process = self._start_in_terminal(command, how) if self._has_terminal else subprocess.Popen(command, **how)
         if self._has_reader:
             self._reads.set()
             self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
@@ -66,8 +67,7 @@ class Screen:
         self._terminal, inside = pty.openpty()
         try:
             in_terminal = ["sh", "-c", IN_TERMINAL, "sh", os.ttyname(inside), *command]
-            with asked_by_hangup():
-                return subprocess.Popen(in_terminal, **how, start_new_session=True)
+            return subprocess.Popen(in_terminal, **how, start_new_session=True)
         finally:
             os.close(inside)
 
@@ -82,15 +82,14 @@ class Screen:
 
 
 @contextmanager
-def asked_by_hangup() -> Iterator[None]:
-    """Lets what is started meanwhile have the default for SIGHUP. Under `nohup` this process ignores it, and so would what it
-    starts. Must be used in the main thread then."""
-    before = signal.getsignal(signal.SIGHUP)
-    if before != signal.SIG_IGN:
-        yield
-        return
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heard(*numbers: signal.Signals) -> Iterator[None]:
+    """Lets what is started meanwhile have the default for these signals. Under `nohup`, or behind `&` of a script, this process
+    ignores some, and so would what it starts. Must be used in the main thread then."""
+    ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
