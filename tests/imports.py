@@ -14,10 +14,11 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path, *, only_at_import: bool = False) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path, *, only_at_import: bool = False) -> tuple[tuple[str, int], ...]:
     """(module, line) of every import in a file; of those that run when the file is imported, if asked."""
     tree = ast.parse(path.read_text())
-    return imported_by(_run_at_import(tree) if only_at_import else ast.walk(tree), path)
+    return tuple(imported_by(_run_at_import(tree) if only_at_import else ast.walk(tree), path))
 
 
 def imported_by(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, int]]:

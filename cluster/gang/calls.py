@@ -38,6 +38,12 @@ GONE_ERRORS = (
 may come back: it has to be excluded first."""
 
 
+def unheard(call: Any) -> None:
+    """For a call whose answer nobody waits for: what it raises is told by the agent's events. Ray would print it as an unhandled
+    error, on the console of the run."""
+    call.future().add_done_callback(lambda done: done.exception())
+
+
 @dataclass(frozen=True)
 class Answer:
     tag: Any

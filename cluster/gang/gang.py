@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from cluster.agent import preemption
 from cluster.agent.driver_lease import StaleDriver
 from cluster.gang.adoption import AdoptError, newest_generation
-from cluster.gang.calls import Mailbox
+from cluster.gang.calls import Mailbox, unheard
 from cluster.gang.lease_keeper import LeaseKeeper
 from cluster.gang.probes import AgentDied, Probes
 from cluster.gang.slots import AgentMaker, Slot
@@ -98,6 +98,10 @@ class Gang:
         """Calls a method of a member's agent in this driver's name; returns Ray's reference to the answer."""
         return self.ask(self.members[host], method, *args, **kwargs)
 
+    def tell(self, host: int, method: str, *args: Any) -> None:
+        """The same; nobody waits for the answer."""
+        unheard(self.call(host, method, *args))
+
     def ask(self, slot: Slot, method: str, *args: Any, **kwargs: Any) -> Any:
         """The same for any slot."""
         return getattr(slot.agent, method).remote(*args, driver_term=self.driver_term, **kwargs)
@@ -123,7 +127,7 @@ class Gang:
         self._preparation = preparation
         for slot in self.slots:
             if not slot.unassigned:
-                self.ask(slot, "prepare", preparation)
+                unheard(self.ask(slot, "prepare", preparation))
 
     def record(self) -> dict[str, Any]:
         """Returns what another driver needs to adopt this gang, JSON-able. `version` tells whether it has changed."""
@@ -346,7 +350,7 @@ class Gang:
         self.version += 1
         self._probes.send(slot)
         if self._preparation is not None:
-            self.ask(slot, "prepare", self._preparation)
+            unheard(self.ask(slot, "prepare", self._preparation))
 
     def _replace(self, dead_slots: Sequence[Slot]) -> None:
         """Asks for new agents for these slots: at once, but not too often, since agents may keep dying there."""

@@ -270,7 +270,7 @@ class Driver:
             self.board.request_stop(str(StopReason.REQUESTED), wait=False)
         elif self._membership is not None:
             for host in range(self.membership.size):
-                self.membership.gang.call(host, "order", orders.SAVE)
+                self.membership.gang.tell(host, "order", orders.SAVE)
 
     def _check_stop(self, activity: str) -> None:
         """Called in every wait in which no gang trains. Raises StoppedOnRequest if there is a stop request."""
@@ -316,7 +316,7 @@ class Driver:
             # Not awaited: the agents report the start, and a failed one, as events.
             shown_lines = self.config.driver.shown_lines(host, generation.num_hosts)
             start: Start = {**common, "host": host, "shown_lines": shown_lines, **gang.orders(host)}
-            gang.call(host, "start", start)
+            gang.tell(host, "start", start)
         self.events.start(generation)
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation

@@ -131,4 +131,4 @@ class StopRequests:
     def _order_stop(self, reason: str) -> None:
         # Not awaited: the hosts report by events that they have stopped.
         for host in range(self.membership.size):
-            self.membership.gang.call(host, "order", orders.stop(reason))
+            self.membership.gang.tell(host, "order", orders.stop(reason))

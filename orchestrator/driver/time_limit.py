@@ -63,7 +63,7 @@ class TimeLimit:
             self._asked_last_s = now_s
             for host in range(generation.num_hosts):
                 # Not awaited: the hosts report by events that they have stopped.
-                gang.call(host, "order", orders.stop(StopReason.TIME_LIMIT))
+                gang.tell(host, "order", orders.stop(StopReason.TIME_LIMIT))
 
     def check(self, activity: str) -> None:
         """Called where no gang trains. Raises TimeIsUp, or TrainingFailed, if the limit has passed."""

@@ -96,8 +96,10 @@ class RemoteBoard:
         return RemoteBoard, (self._actor,)
 
     def post(self, event: ConsoleEvent) -> None:
+        from cluster.gang.calls import unheard
+
         # Not awaited: the machine of the command may be cut off.
-        self._actor.post.remote(event)
+        unheard(self._actor.post.remote(event))
 
     def read(self, cursor: int, timeout_s: float) -> tuple[int, list[ConsoleEvent]]:
         return _answer(self._actor.read.remote(cursor, timeout_s), timeout_s + 10.0) or (cursor, [])

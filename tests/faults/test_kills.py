@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from orchestrator.faultlab.testbed.screen import asked_by_hangup
+from orchestrator.faultlab.testbed.screen import heard
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_while_running
 from tests.saved import saved
@@ -36,7 +36,7 @@ def in_the_project(monkeypatch):
 def start(tmp_path, *more):
     log = (tmp_path / "console.log").open("w")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}", "tracking.mlflow=false", *more]
-    with asked_by_hangup():  # also where the tests run under `nohup`
+    with heard(signal.SIGHUP):  # also where the tests run under `nohup`
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
 
 
@@ -92,16 +92,16 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
 
 
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
-    slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 150 when it is killed
-    process = start(tmp_path, "max_num_steps=100000", f"hosts.env.GANGWAY_FAULTS={slow.path}")
-    wait_until(has_saved(tmp_path, 40), process, tmp_path)
+    slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 80 when it is killed
+    process = start(tmp_path, "max_num_steps=100000", "hosts.count=1", f"hosts.env.GANGWAY_FAULTS={slow.path}")
+    wait_until(has_saved(tmp_path, 20), process, tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = start(tmp_path, "max_num_steps=150", "checkpoint.save_steps=1000")
+    again = start(tmp_path, "max_num_steps=80", "hosts.count=1", "checkpoint.save_steps=1000")
     assert again.wait(PATIENCE_S) == 0, (tmp_path / "console.log").read_text()
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
-    assert summary["samples"] == 8 * 150
-    assert summary["samples_digest"] == undisturbed_digest(150)
+    assert summary["samples"] == 8 * 80
+    assert summary["samples_digest"] == undisturbed_digest(80)
 
 
 def undisturbed_digest(steps):

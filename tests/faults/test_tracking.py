@@ -127,6 +127,7 @@ def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, stor
     assert [path.read_text() for path in store.parent.glob("mlartifacts/*/artifacts/report/page.html")] == ["hi"]
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_one_mlflow_run_over_restarts_and_replayed_steps_are_there_once(run_dir, store):
     with tracker(run_dir) as it:
         log_steps(it, range(10))

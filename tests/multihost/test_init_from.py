@@ -60,6 +60,7 @@ def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits
     assert meta["init_from"]["checkpoint"] == str(saved(source, 3))
 
 
+@pytest.mark.slow("starts the processes of two hosts twice")
 def test_what_one_host_does_not_see_both_say(source, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)

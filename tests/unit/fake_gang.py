@@ -151,6 +151,15 @@ class Call:
             for callback in self._heard:
                 callback()
 
+    def future(self) -> Call:
+        return self
+
+    def add_done_callback(self, callback: Callable[[Call], None]) -> None:
+        self.when_done(lambda: callback(self))
+
+    def exception(self) -> Exception | None:
+        return self.answer[1] if self.answer else None
+
     def when_done(self, callback: Callable[[], None]) -> None:
         self._heard.append(callback)
         if self.answer is not None:
@@ -638,6 +647,9 @@ class FakeGang:
 
     def call(self, host: int, method: str, *args: Any, **kwargs: Any) -> Call:
         return self.ask(self.members[host], method, *args, **kwargs)
+
+    def tell(self, host: int, method: str, *args: Any) -> None:
+        self.call(host, method, *args)
 
     def ask(self, slot: FakeSlot, method: str, *args: Any, **kwargs: Any) -> Call:
         return slot.agent.call(method, args, {**kwargs, "driver_term": self.driver_term})

@@ -119,7 +119,7 @@ def change_data(testbed: Testbed, fault: Fault) -> Details:
     file = rng.choice(sorted(testbed.data.glob("*.txt")))
     text, how = file.read_text(), rng.choice(["longer", "shorter", "a letter", "gone", "new"])
     said_before, place = len(run.console()), rng.randrange(len(text))
-    away, changed = file.with_suffix(".away"), file
+    away, changed = testbed.data.with_name(f"away-{file.name}"), file
     match how:
         case "longer":
             file.write_text(f"{text}more")
