@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import importlib.util
 import os
 import pwd
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 KEEPS_MEMORY = "dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"
@@ -29,6 +31,29 @@ at a time. With too few threads all of them wait, the one that they wait for nev
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """With XLA's default, an executable that is loaded from a cache may run its collectives in another order on each host. Over gloo
 their data then mixes: a process aborts, or all hang (jaxlib 0.10.2, where a step accumulates gradients)."""
+
+
+GOOGLE = "0x1ae0"
+"""The vendor of TPUs on the PCI bus."""
+
+
+def accelerators(root: str = "/") -> dict[str, int]:
+    """Returns how many devices this machine has, by the platform of JAX that would use them: `cuda` or `tpu`. By the files of
+    their drivers: JAX need not be able to use them, and is not asked."""
+    tpus = glob.glob("dev/accel[0-9]*", root_dir=root) or [name for name in _of_pci(root) if _vendor(root, name) == GOOGLE]
+    found = {"cuda": len(glob.glob("dev/nvidia[0-9]*", root_dir=root)), "tpu": len(tpus)}
+    return {platform: count for platform, count in found.items() if count}
+
+
+def _of_pci(root: str) -> list[str]:
+    """The devices of the PCI bus; none where no device can be given to a process, as those of a TPU VM are."""
+    return glob.glob("sys/bus/pci/devices/*", root_dir=root) if glob.glob("dev/vfio/[0-9]*", root_dir=root) else []
+
+
+def _vendor(root: str, device: str) -> str:
+    with suppress(OSError):
+        return Path(root, device, "vendor").read_text().strip()
+    return ""
 
 
 def end_with_parent() -> None:

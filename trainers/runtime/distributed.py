@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -48,6 +49,42 @@ def find_platforms() -> None:
 def devices_touched() -> bool:
     """Whether this process has used its devices. Before `join` it must not."""
     return xla_bridge.backends_are_initialized()
+
+
+ACCELERATORS = {
+    "cuda": ("GPU{} of NVIDIA", ("jax_cuda13_plugin", "jax_cuda12_plugin"), "hosts.kind=gpu"),
+    "tpu": ("TPU{}", ("libtpu",), "hosts.kind=tpu"),
+}
+"""By the platform of JAX: its name, the packages that JAX needs for it (one of them), and the setting that asks for it."""
+
+
+def check_platform(note: Callable[[str], None], here: Mapping[str, int], *, of_gang: bool) -> None:
+    """After `join`. Raises UsageError if this process was to use accelerators (JAX_PLATFORMS, which `hosts.kind` sets) and JAX
+    has none: it would train on the CPU, and JAX says nothing. Tells of accelerators that are `here` and stay unused."""
+    wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
+    if jax.default_backend() != "cpu":
+        return
+    if wanted in ACCELERATORS:
+        name, packages, setting = ACCELERATORS[wanted]
+        asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" + f" (by {setting})" * of_gang
+        why = f"JAX's package for them is installed and finds none ({here.get(wanted, 0)} on this machine)"
+        why = why if _installed(packages) else _to_install(wanted)
+        raise UsageError(f"{asked}, and JAX has no {name.format('s')} here: {why}")
+    if wanted and not of_gang:
+        return  # somebody has chosen the CPU
+    for platform, count in here.items():
+        name, packages, setting = ACCELERATORS[platform]
+        ways = [setting] * of_gang + [_to_install(platform)] * (not _installed(packages))
+        devices = f"{count} {name.format('s' * (count > 1))}"
+        note(f"this machine has {devices}, and the run trains on its CPU: {', and '.join(ways) or 'see what JAX prints'}")
+
+
+def _installed(packages: Sequence[str]) -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in packages)
+
+
+def _to_install(platform: str) -> str:
+    return f"pip install 'gangway[{platform}]' (JAX is installed for CPUs alone)"
 
 
 def join(member: JoinSpec) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections import Counter
 
 import jax
 import pytest
 
-from gangway.errors import CoordinatorError
+from gangway.errors import CoordinatorError, UsageError
 from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint.commit import CommitError, Exchange
 from trainers.runtime import distributed, multihost
@@ -194,3 +195,56 @@ def test_the_questions_of_many_hosts_are_spread_and_those_of_few_are_quick():
     assert asked(4096)[0] <= 0.004  # if it listens soon, it is soon known
     assert 4096 / max(asked(4096)) <= distributed.QUESTIONS_PER_S
     assert asked(4096, chance=lambda: 0.0) != asked(4096, chance=lambda: 1.0)
+
+
+# ---------------------------------------------------------------------- accelerators that are not used
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "here", "of_gang", "told"),
+    [
+        ("", (), {}, False, None),
+        ("cpu", (), {}, True, None),
+        ("cpu", (), {"cuda": 8}, False, None),  # the user's own choice
+        (
+            "",
+            (),
+            {"cuda": 8},
+            False,
+            "note: this machine has 8 GPUs of NVIDIA, and the run trains on its CPU: pip install 'gangway[cuda]'",
+        ),
+        ("cpu", ("libtpu",), {"tpu": 4}, True, "note: this machine has 4 TPUs, and the run trains on its CPU: hosts.kind=tpu"),
+        (
+            "cpu",
+            (),
+            {"cuda": 1},
+            True,
+            "note: this machine has 1 GPU of NVIDIA, and .*: hosts.kind=gpu, and pip install 'gangway",
+        ),
+        (
+            "cuda,cpu",
+            (),
+            {},
+            True,
+            r"JAX_PLATFORMS=cuda,cpu \(by hosts.kind=gpu\), and JAX has no GPUs .*: pip install 'gangway\[cuda\]'",
+        ),
+        (
+            "tpu",
+            ("libtpu",),
+            {"tpu": 4},
+            False,
+            r"JAX_PLATFORMS=tpu, and JAX has no TPUs here: .* finds none \(4 on this machine\)",
+        ),
+    ],
+)
+def test_who_would_train_on_cpus_without_wanting_to_hears_of_it(monkeypatch, asked, installed, here, of_gang, told):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    notes = []
+    if told is None or told.startswith("note: "):
+        distributed.check_platform(notes.append, here, of_gang=of_gang)
+        assert len(notes) == (told is not None)
+        assert all(re.match((told or "").removeprefix("note: ").replace("[", r"\["), note) for note in notes)
+    else:
+        with pytest.raises(UsageError, match=told):
+            distributed.check_platform(notes.append, here, of_gang=of_gang)
