@@ -183,10 +183,10 @@ def user_frame(error: BaseException) -> str | None:
     """
     for raised in _first_raised_first(error, set()):
         # The file that could not be parsed was never entered: no frame is of it.
-        if isinstance(raised, SyntaxError) and raised.filename and _is_users(raised.filename):
+        if isinstance(raised, SyntaxError) and raised.filename and is_of_user(raised.filename):
             return f"{raised.filename}, line {raised.lineno}: {(raised.text or '').strip()}"
         frames = traceback.StackSummary.extract(traceback.walk_tb(raised.__traceback__), lookup_lines=False)
-        own = [frame for frame in frames if _is_users(frame.filename)]
+        own = [frame for frame in frames if is_of_user(frame.filename)]
         if own:
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
     return None
@@ -208,7 +208,8 @@ def _first_raised_first(error: BaseException | None, seen: set[int]) -> Iterator
     yield from _first_raised_first(error.__context__, seen)
 
 
-def _is_users(file: str) -> bool:
+def is_of_user(file: str) -> bool:
+    """Whether a file with code is outside of this project, of installed packages and of the standard library."""
     if file.startswith("<"):  # code that a library has made, or an interpreter's own; a notebook's cell is the user's
         return file.startswith("<ipython-input")
     return not file.startswith(_NOT_USERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts)

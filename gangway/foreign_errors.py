@@ -12,6 +12,8 @@ from typing import Any, Literal
 RuntimeKind = Literal["out_of_memory", "device", "link", "collateral", "user", "runtime"]
 Outside = Literal["transient", "mistake"]
 
+CRASHED = "Fatal Python error: "
+"""How Python's faulthandler begins to tell of a process that a signal ends; its stack follows."""
 OUT_OF_MEMORY_SIGNS = ("resource_exhausted", "out of memory")
 
 BROKEN_DEVICE = re.compile(

@@ -35,6 +35,7 @@ from gangway.storage.documents import is_url
 from gangway.terminal import STANDARD_INPUT, shown
 from gangway.wire import orders as orders_of
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
+from trainers.runtime import load_attempts
 
 if TYPE_CHECKING:
     from gangway.wire.events import Event, ExceptionRaised, FailureKind, Result
@@ -112,6 +113,7 @@ class Prepared:
 def main() -> None:
     # First: from here on the agent can take stacks, whatever hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    load_attempts.report_crashes()
     # What is printed is a log on a disk, which may be full: no `print` of a user's code ends the training for it.
     sys.stdout, sys.stderr = (cast(TextIO, shown(stream, tries_again=True)) for stream in (sys.stdout, sys.stderr))
     let_trace(os.getppid())

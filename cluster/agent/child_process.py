@@ -27,12 +27,15 @@ from typing import Any, BinaryIO, cast
 import cluster
 from cluster.agent.process_record import ExitStatus
 from cluster.hosts import compiler_flags, environment
+from gangway.foreign_errors import CRASHED
 from gangway.storage.durable import no_link
 from gangway.wire.events import Event, problem_for_agent
 
 _log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 30
+MAX_STACK_LINES = 150
+"""Of a crash. Faulthandler prints 100 frames at most."""
 _LOG_TAIL_BYTES = 16 * 1024
 _PIPE_GRACE_S = 5.0
 """How long to read on from the pipe of a dead process: a descendant that has left the process group may hold the pipe open."""
@@ -96,7 +99,10 @@ def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+            found = file.read().decode(errors="replace").splitlines()
+            # Of a crash the whole stack, which begins where it was.
+            crash = max((at for at, line in enumerate(found) if line.startswith(CRASHED)), default=len(found))
+            return found[-max(lines, min(len(found) - crash, MAX_STACK_LINES)) :]
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -176,6 +176,8 @@ class AnomalyFields(TypedDict):
     action: str
     """`skip` or `rollback`."""
     skipped_batches: Sequence[int]
+    origin: NotRequired[str]
+    """Where the first value that is not finite was made, as far as it was looked for."""
 
 
 class AnomalyTreated(AnomalyFields, Envelope):

@@ -28,7 +28,7 @@ from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
 from orchestrator.runs.copying import copy_run
 from trainers.checkpoint import layout, manifest
-from trainers.console.text import plain_console
+from trainers.console.text import table_console
 
 EXIT_DAMAGED = 1
 STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json_text.dumps([asdict(row) for row in rows], indent=1))
     else:
-        show(folder, rows, plain_console())
+        show(folder, rows, table_console())
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
 
 

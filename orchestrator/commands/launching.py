@@ -144,9 +144,7 @@ def run_job(
     # To the end, and not only while it trains: a signal that comes late changes neither what is saved nor the exit status.
     with relay_signals(board, run_dir, launch_id):
         try:
-            own_died = (
-                None if head.named(os.environ, config.driver.address) else partial(board.request_stop, StopReason.HEAD_LOST)
-            )
+            own_died = partial(board.request_stop, StopReason.HEAD_LOST) if is_own_ray(config) else None
             with head.HeadWatch(head_address(), run_dir, console.show, own_died) as head_watch:
                 watch(board, console, lambda: head_watch.over or not driver.is_alive())
         except KeyboardInterrupt as error:
@@ -163,7 +161,8 @@ def run_job(
 
 def is_own_ray(config: JobConfig) -> bool:
     """Returns whether the command starts a Ray, and joins none."""
-    return head.named(os.environ, config.driver.address) is None
+    address, _ = head.named(os.environ, config.driver.address) or ("local", "")
+    return address == "local"
 
 
 def where_printed(config: JobConfig) -> str:
@@ -298,7 +297,7 @@ def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, los
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)
-    elif lost is not None:
+    elif outcome["status"] == "stopped" and lost is not None:
         print(f"\nerror: {lost}", file=sys.stderr)
     if unwritten := outcome.get("unwritten"):
         print(f"{outcome['status']}; could not be written: {'; '.join(unwritten)}", file=sys.stderr)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gangway.foreign_errors import broken_device_in
+from gangway.errors import is_of_user
+from gangway.foreign_errors import CRASHED, broken_device_in
 from orchestrator.failures.hang_analysis import HostStacks
+
+FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
+"""A line of a stack, as faulthandler prints it after `CRASHED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,16 @@ class PostMortem:
     def broken_device(self) -> str | None:
         """The line about a broken device that it printed before the runtime aborted it; None if there is none."""
         return broken_device_in(self.log_tail) if self.exited and self.exception is None else None
+
+    @property
+    def crashed_at(self) -> str | None:
+        """The line that it was in as it crashed, such as `/home/me/model.py, line 12, in __call__`: of the user's code, if any of
+        that was called. None if it did not crash, or has left no stack."""
+        text = "\n".join(self.log_tail).rpartition(CRASHED)[2] if self.signal is not None else ""
+        frames = [FRAME.search(line) for line in text.splitlines()]
+        found = [match.groups() for match in frames if match is not None]
+        line = next((each for each in found if is_of_user(each[0])), found[0] if found else None)
+        return None if line is None else "{}, line {}, in {}".format(*line)
 
     @property
     def host_stacks(self) -> HostStacks:
@@ -110,6 +125,7 @@ def describe(post_mortem: PostMortem, agent_lost: bool) -> dict[str, Any]:
         "step": post_mortem.last_step,
         "exit_code": post_mortem.exit_code,
         "signal": _signal_name(post_mortem.signal) if post_mortem.signal is not None else None,
+        "line": post_mortem.crashed_at,
         "hint": _hint(post_mortem, agent_lost),
         "exception": dict(post_mortem.exception) if post_mortem.exception else None,
         "log_tail": list(post_mortem.log_tail) or None,
@@ -130,7 +146,8 @@ def _summary(post_mortem: PostMortem, agent_lost: bool) -> str:
     if post_mortem.broken_device is not None:
         return f"host {post_mortem.host}: a device failed{at}: {post_mortem.broken_device.strip()}"
     if post_mortem.signal is not None:
-        return f"host {post_mortem.host}: training process ended by {_signal_name(post_mortem.signal)}{at}"
+        where = f", in {post_mortem.crashed_at}" if post_mortem.crashed_at else ""
+        return f"host {post_mortem.host}: training process ended by {_signal_name(post_mortem.signal)}{at}{where}"
     return f"host {post_mortem.host}: training process ended with status {post_mortem.exit_code}{at}, before training was done"
 
 

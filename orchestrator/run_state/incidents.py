@@ -112,6 +112,8 @@ def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
     if loss is not None:
         expectation = f", expected about {expected:g}" if expected is not None else ""
         summary += f" (loss {loss:g}{expectation})"
+    if origin := event.get("origin"):
+        summary += f": {origin}"
     skipped = list(event["skipped_batches"])
     return Incident(
         kind=event["kind"],

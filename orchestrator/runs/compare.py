@@ -24,7 +24,7 @@ from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
-from trainers.console.text import plain_console, printable, seconds
+from trainers.console.text import printable, seconds, table_console
 
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
 HIGHER_IS_BETTER = ("accuracy", "tokens_per_s", "samples_per_s", "goodput", "mfu")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json_text.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
         return EXIT_FINE
-    show(plain_console(), [folder.name for folder in folders], settings, results)
+    show(table_console(), [folder.name for folder in folders], settings, results)
     return EXIT_FINE
 
 

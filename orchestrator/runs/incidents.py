@@ -23,7 +23,10 @@ from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
-from trainers.console.text import plain_console, printable, seconds, sentence
+from trainers.console.text import plain_console, printable, seconds, sentence, table_console
+
+SHOWN_CAUSES = 5
+"""So many of the newest, below the table of a terminal."""
 
 
 @command(*REFUSALS, is_read=True)
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif options.number is not None:
         show_one(plain_console(), options.number, chosen[0])
     else:
-        show(plain_console(), chosen)
+        show(table_console(), chosen)
     return EXIT_FINE
 
 
@@ -66,6 +69,9 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("then")
+    causes = [sentence(str(incident.evidence.get("summary", ""))) for incident in incidents]
+    if not screen.is_terminal:
+        table.add_column("why", no_wrap=True)
     for number, incident in enumerate(incidents, 1):
         table.add_row(
             str(number),
@@ -76,8 +82,13 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
             "" if incident.open else seconds(incident.total_s),
             replayed(incident),
             Text("not over yet", "yellow") if incident.open else sentence(action_of(incident.to_dict())),
+            *([] if screen.is_terminal else [causes[number - 1]]),
         )
     screen.print(table)
+    if screen.is_terminal:
+        screen.print()
+        for number in range(max(1, len(causes) - SHOWN_CAUSES + 1), len(causes) + 1):
+            screen.print(Text.assemble((f"{number}  ", "bold"), causes[number - 1]), soft_wrap=True)
 
 
 def replayed(incident: Incident) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,9 +24,9 @@ from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
 from gangway.terminal import nobody_looks
 from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
-from orchestrator.runs import overview
+from orchestrator.runs import incidents, overview
 from orchestrator.runs.overview import Overview
-from trainers.console.text import clock_time, count, plain_console, printable, seconds
+from trainers.console.text import clock_time, count, printable, seconds, sentence, table_console
 from trainers.console.view import measures_of
 
 STORAGE = "runs"
@@ -34,7 +35,6 @@ EVERY_S, IN_BUCKET_EVERY_S = 2.0, 10.0
 """How often it looks again; in a bucket each look is paid for."""
 GAP = 2
 """Between two columns."""
-WIDE = 250
 STYLES = {overview.LIVE: "green", overview.LOST: "bold red", overview.UNKNOWN: "yellow"}
 STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "red"}
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json_text.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE
-    screen = plain_console()
-    if not screen.is_terminal:
-        screen = plain_console(width=WIDE)  # a file or a pipe has any width
+    screen = table_console()
     if options.watch and screen.is_terminal:
         watch(screen, options.place, options.overrides)
     else:
@@ -157,7 +155,7 @@ def details(run: Overview, now_s: float) -> list[Text | Table]:
         "goodput": "" if run.goodput is None else f"{run.goodput:.1%}",
         "hosts": "" if run.hosts is None else str(run.hosts),
         "checkpoint": "none yet" if run.checkpoint_step is None else f"step {run.checkpoint_step:,}",
-        "incidents": str(run.num_incidents),
+        "incidents": _incidents(run),
         "started": "" if run.started_s is None else f"{overview.when(run.started_s)}, {age(run.started_s, now_s)} ago",
         "last seen": "" if run.changed_s is None else f"{overview.when(run.changed_s)}, {age(run.changed_s, now_s)} ago",
         "folder": run.folder,
@@ -168,6 +166,15 @@ def details(run: Overview, now_s: float) -> list[Text | Table]:
         if value:
             grid.add_row(Text(f"  {name}", "bright_black"), value)
     return [head, grid, *(Text(f"! {problem}", "yellow") for problem in run.problems)]
+
+
+def _incidents(run: Overview) -> str:
+    """Returns how many there were, and why the newest one came."""
+    newest = None
+    with suppress(OSError, documents.StorageError):  # the number is known all the same
+        newest = next(reversed(incidents.of_run(run.folder)), None) if run.num_incidents else None
+    why = "" if newest is None else sentence(str(newest.evidence.get("summary", "")))
+    return f"{run.num_incidents}" + (f"; the newest: {printable(why)}" if why else "")
 
 
 def _step(run: Overview) -> str:

@@ -269,7 +269,7 @@ def test_close_keeps_to_its_time_with_a_server_that_never_answers(run_dir):
         it.register_model("tiny", f"{run_dir}/checkpoints/2", 2, lambda: 0.0 if asked.is_set() else 3600.0)
         closing = threading.Thread(target=it.close, args=(1.0,), daemon=True)
         closing.start()
-        closing.join(2.0)
+        time.sleep(2.0)
         assert closing.is_alive()  # for the model, until a stop is asked for
         asked.set()
         closing.join(PATIENCE_S)  # Left to itself the shipper would go on for ever.

@@ -7,7 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from orchestrator.failures.classify import classify
+from orchestrator.failures.post_mortem import read_post_mortem
 from tests.multihost import harness
+from tests.programs import crashing_user
 from tests.programs.mistaken import mistake
 from tests.programs.processes import PATIENCE_S
 from tests.saved import saved
@@ -130,6 +133,18 @@ def test_an_error_of_a_callback_is_reported_with_its_line(tmp_path):
     hosts = harness.start(made, tmp_path, hosts=1, devices_per_host=1)
     event = hosts[0].wait_for("exception")
     assert (event["type"], event["user_frame"]) == ("ValueError", mistake(2))
+
+
+@pytest.mark.parametrize("number", ["SIGSEGV", "SIGABRT"])
+def test_a_process_that_crashes_leaves_the_line_of_the_users_code(tmp_path, number):
+    made = arguments(tmp_path, trainer=f"tests.programs.crashing_user:{number}")
+    (host,) = harness.start(made, tmp_path, hosts=1, devices_per_host=1)
+    assert host.child.wait_gone(PATIENCE_S)
+    exit = {"code": None, "signal": host.exit.signal, "t": 0.0, "log_tail": host.child.log_tail()}
+    found = classify([read_post_mortem(0, {"exit": exit, "clock_s": 0.0}, 0.0)])
+    line = crashing_user.line_of(number)
+    assert found.summary == f"host 0: training process ended by {number}, in {line}"
+    assert found.evidence["line"] == line
 
 
 class Broken:

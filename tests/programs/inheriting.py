@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.programs.processes import PATIENCE_S
 from trainers import runtime
 
 PR_GET_PDEATHSIG = 2
@@ -47,7 +48,7 @@ def facts() -> dict[str, object]:
         "umask": umask,
         "nice": os.nice(0),
         "input": sys.stdin.read(),
-        "starts_threads": done.wait(60.0),
+        "starts_threads": done.wait(PATIENCE_S),
     }
 
 

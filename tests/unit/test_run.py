@@ -145,7 +145,7 @@ WAITS = ("run", "wait", "communicate", "join", "get", "wait_until", "timeout")
 NOT_FOR_WHAT_MUST_COME = {
     "tests/multihost/test_accelerator.py": "it is a benchmark of many minutes",
     "tests/ray/test_own_ray.py": "processes of which some never end",
-    "tests/unit/cluster/placement/test_waits.py": "a clock of its own",
+    "tests/unit/gangway/test_waits.py": "a clock of its own",
 }
 
 

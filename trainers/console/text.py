@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+WIDE = 2000
+"""Of a file or a pipe: the letters of a line."""
+
 
 def count(number: float) -> str:
     """1,234 · 41.2 k · 3.21 M · 1.50 G."""
@@ -49,6 +52,12 @@ def plain_console(**how: Any) -> Console:
             return super().render_str(printable(text), **{**about, "markup": False, "emoji": False, "highlight": False})
 
     return Plain(**{"highlight": False, **how})
+
+
+def table_console() -> Console:
+    """Returns a console for tables. Of a file or a pipe a row is one line, whatever its length."""
+    screen = plain_console()
+    return screen if screen.is_terminal else plain_console(width=WIDE)
 
 
 def _is_space(character: str) -> bool:

@@ -51,11 +51,13 @@ class Decision:
     """For a rollback: the greatest batch index of a state that may be restored."""
     error: str = ""
     """For "raise": the message for the user."""
+    origin: str = ""
+    """Where the first value that is not finite was made; empty: not looked for."""
 
     def event(self) -> AnomalyFields:
         """Returns the fields of the `anomaly` event. JSON has no NaN: a loss that is not finite becomes null."""
         anomaly = self.anomaly
-        return {
+        found: AnomalyFields = {
             "kind": anomaly.kind,
             "batch_index": anomaly.batch_index,
             "loss": _or_none(anomaly.loss),
@@ -63,6 +65,7 @@ class Decision:
             "action": self.action,
             "skipped_batches": list(self.skipped_batches),
         }
+        return {**found, "origin": self.origin} if self.origin else found
 
 
 def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) -> Decision:
@@ -82,14 +85,14 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
     # A batch that is skipped already is reported, and counts, only once.
     new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
     if broke and not new:  # left out before, and broken all the same: going back would never end
-        return Decision(anomaly, "raise", error=f"{anomaly}, though the batch was left out: {ADVICE[anomaly.status]}")
+        return Decision(anomaly, "raise", error=f"{anomaly}, though the batch was left out: {WAYS_OUT}")
     # A bound in batches and not in time: it is the same after a restart.
     window = range(last + 1 - config.skipped_window_batches, last + 1)
     recent = sorted({*new, *skipped}.intersection(window))
     if len(recent) > config.max_skipped:
         error = (
             f"{anomaly}; with it {len(recent)} of the last {len(window):,} batches would be skipped (anomalies.max_skipped = "
-            f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.status]}"
+            f"{config.max_skipped}): {shown(recent)}; look at their data, or {WAYS_OUT}"
         )
         return Decision(anomaly, "raise", error=error)
     # An update that was applied can be left out only by going back.
@@ -98,6 +101,7 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
     return Decision(anomaly, "skip", new)
 
 
+WAYS_OUT = "lower the learning rate, or look at the optimizer's settings (eps)"
 ADVICE = {
     UpdateStatus.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
     UpdateStatus.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -100,6 +100,7 @@ class Guard:
         decision = anomalies.decide(anomaly, self.config, self.lineage.skipped)
         # Before the decision is carried out: after a rollback the parameters that gave the value are gone.
         origin = self._origin(anomaly, state)
+        decision = replace(decision, origin=origin)
         if decision.action == "raise":
             message = f"{decision.error}; {origin}" if origin else decision.error
             raise (LossSpikeError if anomaly.status is UpdateStatus.LOSS_SPIKE else NonFiniteLossError)(message)

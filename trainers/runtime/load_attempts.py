@@ -37,6 +37,17 @@ PROGRAM = ours.named("a kept executable", r".+-[0-9a-f]+\.(json|xla)")
 RECORD = ours.named("a record of a kept executable", r"[0-9a-f]{32}\.trying|.+\.(crashed|ended)-.+")
 
 
+_in_log = False
+"""Whether crashes of this process are reported in its log, while no executable is tried."""
+
+
+def report_crashes() -> None:
+    """Has the stack of the thread that crashes this process printed to standard error, as it dies."""
+    global _in_log  # noqa: PLW0603
+    faulthandler.enable(all_threads=False)
+    _in_log = True
+
+
 class Attempts:
     """The attempts of one host to use the executables in `folder`. Any thread may call its methods."""
 
@@ -115,7 +126,7 @@ class Attempts:
         self._journal_path = path
         with suppress(OSError):  # a file system without locks: this journal is never taken for that of a dead process
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not faulthandler.is_enabled():  # otherwise its text goes elsewhere, and a crash counts as an end
+        if not faulthandler.is_enabled() or _in_log:  # otherwise its text goes elsewhere, and a crash counts as an end
             # Its handlers write into the journal as the process dies, when Python can do nothing any more.
             faulthandler.enable(self._journal)
             self._reports_crashes = True
@@ -131,6 +142,8 @@ class Attempts:
             # Before the file is closed: the handler would write to whatever gets this file descriptor next.
             faulthandler.disable()
             self._reports_crashes = False
+            if _in_log:
+                report_crashes()
         if self._journal_path is not None:
             ours.delete(self._journal_path, RECORD)
         if journal is not None:

@@ -172,7 +172,8 @@ def use_jax_early(testbed: Testbed, fault: Fault) -> Details:
     with tempfile.TemporaryDirectory(prefix="gangway-chaos-") as folder:
         module = Path(folder, "early.py")
         module.write_text(EARLY)
-        run.start(f"trainer={module.stem}:Scaled", PYTHONPATH=folder)
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        run.start(f"trainer={module.stem}:Scaled", PYTHONPATH=path)
         status, said = run.process.wait(SUPERSEDED_S), run.console()[said_before:]
     if status != EXIT_REFUSED or module.name not in said:
         raise RunError(f"JAX used too early: the command ended with {status}, expected a refusal of the file; see {run.output}")

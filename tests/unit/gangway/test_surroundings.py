@@ -18,7 +18,7 @@ from cluster.hosts.process_env import process_env
 from gangway import surroundings
 from gangway.config.importable import is_installed, of_a_copy
 from gangway.errors import CheckpointMissingError, DataMissingError, code_missing
-from gangway.surroundings import accelerators, allow_for_forced_devices, ensure_home, keep_freed_memory
+from gangway.surroundings import allow_for_forced_devices, ensure_home, keep_freed_memory
 from gangway.user_modules import load_object
 from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
@@ -54,25 +54,6 @@ def test_what_is_there_stays():
     assert environ == {"HOME": "/home/me", "LOGNAME": "me"}
     assert ensure_home(listed := {}) is None  # this user has an entry
     assert listed == {}
-
-
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        (["dev/null", "dev/nvidiactl", "dev/nvidia-uvm"], {}),
-        (["dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"], {"cuda": 2}),
-        (["dev/accel0", "dev/accel1", "dev/accel2", "dev/accel3"], {"tpu": 4}),
-        (["dev/vfio/0", "dev/vfio/vfio", "sys/bus/pci/devices/0000:00:04.0/vendor=0x1ae0"], {"tpu": 1}),
-        (["dev/vfio/0", "sys/bus/pci/devices/0000:00:04.0/vendor=0x8086"], {}),
-        (["sys/bus/pci/devices/0000:00:04.0/vendor=0x1ae0"], {}),  # a network card of a virtual machine
-    ],
-)
-def test_the_accelerators_of_a_machine(tmp_path, files, found):
-    for name in files:
-        path, _, content = name.partition("=")
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{content}\n")
-    assert accelerators(str(tmp_path)) == found
 
 
 def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):

@@ -225,6 +225,9 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     assert "0.50 s" in first
     assert "2 steps" in first, "those between the failure and the checkpoint"
     assert "not over yet" in second
+    assert first.rstrip().endswith("host 1 died"), "its cause, in the same line: nobody looks who is not shown it"
+    assert status.main([run]) == 0
+    assert "incidents   2; the newest: host 1 died" in capsys.readouterr().out
     assert incidents.main([run, "--number", "1"]) == 0
     told = capsys.readouterr().out
     assert "host 1 died" in told

@@ -156,11 +156,11 @@ def test_each_write_may_fail_once():
 
 @pytest.mark.slow("many runs; `make fuzz KIND=stops` has more")
 def test_a_stop_in_each_of_many_waits_ends_it():
-    for number in range(fuzz.count(40)):
+    for number in range(fuzz.count(8)):
         check_stopped(fuzz.seed(1) * 1000 + number)
 
 
-@pytest.mark.parametrize("seed", [*range(8), 33, 52])
+@pytest.mark.parametrize("seed", [*range(4), 33, 52])
 def test_a_stop_ends_whatever_the_driver_waits_for(seed):
     check_stopped(seed)
 

@@ -14,6 +14,15 @@ from tests.programs.processes import PATIENCE_S
 
 @pytest.fixture
 def processes():
+    """With the environment of one test."""
+    made = owners.Processes()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_disk():
+    """For all tests that need no variables: it imports for seconds."""
     made = owners.Processes()
     yield made
     made.close()
@@ -46,11 +55,11 @@ def cases(in_suite: int) -> range:
     return range(first, first + fuzz.count(in_suite))
 
 
-def test_many_drivers_take_a_run_on_a_disk_from_each_other(tmp_path, processes):
+def test_many_drivers_take_a_run_on_a_disk_from_each_other(tmp_path, on_disk):
     wrong = {}
     for seed in cases(2):
         told = tmp_path / f"{seed}.jsonl"
-        if problems := case(processes, str(tmp_path / f"{seed}"), told, seed):
+        if problems := case(on_disk, str(tmp_path / f"{seed}"), told, seed):
             wrong[seed] = (problems, told.read_text())
     assert wrong == {}
 
@@ -66,10 +75,10 @@ def test_many_drivers_take_a_run_in_a_bucket_from_each_other(tmp_path, stores, m
     assert wrong == {}
 
 
-def test_many_power_cuts_lose_nothing_that_was_saved(tmp_path, processes):
+def test_many_power_cuts_lose_nothing_that_was_saved(tmp_path, on_disk):
     wrong = {}
     for seed in cases(2):
         told = tmp_path / f"{seed}.jsonl"
-        if problems := case(processes, str(tmp_path / f"{seed}"), told, seed, power_cuts=True):
+        if problems := case(on_disk, str(tmp_path / f"{seed}"), told, seed, power_cuts=True):
             wrong[seed] = (problems, told.read_text())
     assert wrong == {}

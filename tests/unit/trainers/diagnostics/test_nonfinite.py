@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gangway.errors import NonFiniteLossError
+from orchestrator.run_state.incidents import of_anomaly
 from tests.programs.tiny import TableTask
 from tests.unit.training import of, trainer
 from trainers.config import MeshConfig
@@ -164,4 +165,10 @@ def test_a_run_that_goes_on_says_it_once(tmp_path, events, policy):
     notes = [event["message"] for event in of(events, "note") if "penalty, operation exp" in event["message"]]
     assert len(notes) == 1
     assert notes[0].startswith("batch 3: ")
-    assert of(events, "anomaly")[0]["batch_index"] == 3
+    (first, *others) = of(events, "anomaly")
+    assert first["batch_index"] == 3
+    assert notes[0] == f"batch 3: {first['origin']}"
+    assert not any("origin" in event for event in others)
+    summary = of_anomaly({**first, "t": 0.0}, 0).evidence["summary"]
+    assert summary.startswith("a loss or gradient that is not finite in batch 3")
+    assert summary.endswith(f": {first['origin']}")

@@ -77,6 +77,7 @@ def test_too_many_are_all_named():
     assert "with it 3 of the last 10,000 batches would be skipped (anomalies.max_skipped = 2): 3, 11, 20;" in error
     error = decide(anomaly(batch_index=39), AnomalyConfig(max_skipped=2), set(range(40))).error
     assert "17, 18, 19 and 20 more;" in error
+    assert "to skip" not in error, "it is set so"
 
 
 def test_a_run_of_any_length_may_come_upon_a_bad_batch_now_and_then():

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from gangway.errors import CoordinatorError, UsageError
+from gangway.surroundings import accelerators
 from tests.programs.processes import PATIENCE_S
 from trainers.checkpoint.commit import CommitError, Exchange
 from trainers.runtime import distributed, multihost
@@ -248,3 +249,22 @@ def test_who_would_train_on_cpus_without_wanting_to_hears_of_it(monkeypatch, ask
     else:
         with pytest.raises(UsageError, match=told):
             distributed.check_platform(notes.append, here, of_gang=of_gang)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["dev/null", "dev/nvidiactl", "dev/nvidia-uvm"], {}),
+        (["dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"], {"cuda": 2}),
+        (["dev/accel0", "dev/accel1", "dev/accel2", "dev/accel3"], {"tpu": 4}),
+        (["dev/vfio/0", "dev/vfio/vfio", "sys/bus/pci/devices/0000:00:04.0/vendor=0x1ae0"], {"tpu": 1}),
+        (["dev/vfio/0", "sys/bus/pci/devices/0000:00:04.0/vendor=0x8086"], {}),
+        (["sys/bus/pci/devices/0000:00:04.0/vendor=0x1ae0"], {}),  # a network card of a virtual machine
+    ],
+)
+def test_the_accelerators_of_a_machine(tmp_path, files, found):
+    for name in files:
+        path, _, content = name.partition("=")
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{content}\n")
+    assert accelerators(str(tmp_path)) == found
