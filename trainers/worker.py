@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from gangway.surroundings import accelerators, keep_freed_memory
+from gangway.surroundings import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "trainers.worker")  # first: it begins the process anew
@@ -278,7 +278,7 @@ def join(prepared: Prepared, orders: Member) -> Any:
     distributed.join(member)
     host.emit({"ev": "joined", "pid": os.getpid(), "machine": socket.gethostname()})
     tells = orders["host"] == 0 and orders.get("generation") == 0
-    distributed.check_platform(host.note, accelerators() if tells else {}, of_gang=True)
+    distributed.check_platform(host.note if tells else lambda message: None, of_gang=True)
     return prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
 
 

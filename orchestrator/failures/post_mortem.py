@@ -12,7 +12,7 @@ from gangway.errors import is_of_user
 from gangway.foreign_errors import CRASHED, broken_device_in
 from orchestrator.failures.hang_analysis import HostStacks
 
-FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
+FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 """A line of a stack, as faulthandler prints it after `CRASHED`."""
 
 
@@ -67,8 +67,7 @@ class PostMortem:
         """The line that it was in as it crashed, such as `/home/me/model.py, line 12, in __call__`: of the user's code, if any of
         that was called. None if it did not crash, or has left no stack."""
         text = "\n".join(self.log_tail).rpartition(CRASHED)[2] if self.signal is not None else ""
-        frames = [FRAME.search(line) for line in text.splitlines()]
-        found = [match.groups() for match in frames if match is not None]
+        found = FRAME.findall(text)
         line = next((each for each in found if is_of_user(each[0])), found[0] if found else None)
         return None if line is None else "{}, line {}, in {}".format(*line)
 

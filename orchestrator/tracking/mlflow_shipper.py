@@ -231,7 +231,7 @@ class MlflowRun:
         from mlflow.entities import Param
 
         # 100: as many as MLflow takes in one request.
-        for some in _chunks(list(_sendable(params).items()), 100):
+        for some in _chunks(list(params.items()), 100):
             self.client.log_batch(run_id, params=[Param(name, value) for name, value in some])
 
     def _send_tags(self, tags: dict[str, str]) -> None:
@@ -266,7 +266,7 @@ class MlflowRun:
         name = sendable(name)
         tags = {KEY_TAG: key, PARENT_TAG: self.run_id, NAME_TAG: name}
         made = self.client.create_run(self._experiment_id, start_time=int(began_s * 1000), run_name=name, tags=tags).info.run_id
-        self._log_params(made, params)
+        self._log_params(made, _sendable(params))
         return made
 
     def end_nested(self, run_id: str, status: str, at_s: float) -> None:

@@ -29,7 +29,7 @@ from gangway.program import command
 from gangway.program import parser as command_parser
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url, write_text
-from gangway.surroundings import accelerators, allow_for_forced_devices
+from gangway.surroundings import allow_for_forced_devices
 from gangway.user_modules import load_object
 from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
@@ -117,7 +117,7 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
             note(line)
         for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
             note(line, "warning")
-        check_platform(lambda message: note(message, "warning"), accelerators(), of_gang=False)
+        check_platform(lambda message: note(message, "warning"), of_gang=False)
         trainer.train()
     finally:
         # After an error too: what was published before it is recorded.

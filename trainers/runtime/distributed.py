@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,6 +16,7 @@ from typing import NoReturn
 import jax
 
 from gangway.errors import CoordinatorError, UsageError
+from gangway.surroundings import accelerators
 from trainers.jax_internals import compiler, distributed, jaxlib, xla_bridge
 from trainers.runtime import compile_cache
 
@@ -58,12 +59,13 @@ ACCELERATORS = {
 """By the platform of JAX: its name, the packages that JAX needs for it (one of them), and the setting that asks for it."""
 
 
-def check_platform(note: Callable[[str], None], here: Mapping[str, int], *, of_gang: bool) -> None:
+def check_platform(note: Callable[[str], None], *, of_gang: bool) -> None:
     """After `join`. Raises UsageError if this process was to use accelerators (JAX_PLATFORMS, which `hosts.kind` sets) and JAX
-    has none: it would train on the CPU, and JAX says nothing. Tells of accelerators that are `here` and stay unused."""
+    has none: it would train on the CPU, and JAX says nothing. Tells of those of this machine that stay unused."""
     wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
     if jax.default_backend() != "cpu":
         return
+    here = accelerators()
     if wanted in ACCELERATORS:
         name, packages, setting = ACCELERATORS[wanted]
         asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" + f" (by {setting})" * of_gang

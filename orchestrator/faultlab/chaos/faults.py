@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 
@@ -60,6 +61,9 @@ IMPATIENT = ("checkpoint.storage_patience_s=2",)
 """Shorter than the limit of a step: training goes on while the storage hangs."""
 STEP_LIMIT = ("driver.watchdog.step_floor_s=4", "driver.watchdog.save_s=6")
 """While a save is under way, a step may take as long as a save."""
+
+RUN_AGAIN = partial(Kind, must_show=False, heal=around_command.start_again)
+"""The command has ended, as it had to: then it is run again, and the run goes on."""
 
 KINDS: Mapping[str, Kind] = {
     "process": Kind("a training process is killed (SIGKILL)", injectors.kill_process, named=CRASH, names_host=True),
@@ -250,38 +254,28 @@ KINDS: Mapping[str, Kind] = {
         until=injectors.an_odd_event_was_told,
     ),
     "forking_user": Kind("code of the user's forks a pool of processes on one host", injectors.ordered("fork"), must_show=False),
-    "signal_in_start": Kind(
+    "signal_in_start": RUN_AGAIN(
         "the command is stopped, and gets another signal as it is run again; then it is run once more",
         around_command.strike_a_start,
-        must_show=False,
-        heal=around_command.start_again,
     ),
-    "stop_in_wait": Kind(
+    "stop_in_wait": RUN_AGAIN(
         "the command is stopped, run again where another driver seems to hold the run, and stopped while it waits for that one",
         around_command.stop_a_wait,
-        must_show=False,
-        heal=around_command.start_again,
     ),
-    "early_jax": Kind(
+    "early_jax": RUN_AGAIN(
         "the command is stopped, and run again with a module that uses JAX as it is imported; then without it",
         around_command.use_jax_early,
-        must_show=False,
-        heal=around_command.start_again,
     ),
-    "moved_bucket": Kind(
+    "moved_bucket": RUN_AGAIN(
         "the command is stopped, its run goes on in another place of the storage, and comes back",
         around_command.move_run,
-        must_show=False,
-        heal=around_command.start_again,
     ),
     "full_output": Kind(
         "what `gangway status` prints arrives nowhere (a full disk)", around_command.print_to_a_full_disk, must_show=False
     ),
-    "other_data": Kind(
+    "other_data": RUN_AGAIN(
         "the command is stopped, and run again where its data have changed; then they are as before",
         around_command.change_data,
-        must_show=False,
-        heal=around_command.start_again,
         needs="data",
     ),
     "terminal": Kind(
