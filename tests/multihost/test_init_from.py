@@ -43,7 +43,6 @@ def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits
     whole = trained(tmp_path / "whole", str(source))
     notes = [[event["message"] for event in host.of("note") if "init_from" in event["message"]] for host in whole]
     assert [len(each) for each in notes] == [1, 0]
-    assert digest(whole) != digest(trained(tmp_path / "seed", None))
     slow = settings(tmp_path / "cut", str(source), task=f"{HERE}:WaitsAt", max_num_steps=6)
     for has_saved in (False, True):
         hosts = harness.start(
@@ -60,7 +59,7 @@ def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits
     assert meta["init_from"]["checkpoint"] == str(saved(source, 3))
 
 
-@pytest.mark.slow("starts the processes of two hosts twice")
+@pytest.mark.slow("starts the processes of two hosts")
 def test_what_one_host_does_not_see_both_say(source, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -68,10 +67,6 @@ def test_what_one_host_does_not_see_both_say(source, tmp_path):
     told = failure(harness.start(changed, tmp_path / "first", hosts=2, devices_per_host=1))
     assert told["message"] == f"init_from: host 1: there is no {copy}-away/checkpoints/{saved(copy, 3).name}"
     assert (told["kind"], told["deterministic"]) == ("storage", False)
-    wrong = settings(tmp_path, {"path": str(copy), "rename": [["out", "head"]]})
-    told = failure(harness.start(wrong, tmp_path / "second", hosts=2, devices_per_host=1))
-    assert "out is missing there; head is not in the model" in told["message"]
-    assert (told["type"], told["deterministic"]) == ("CheckpointError", True)
 
 
 def waiting():

@@ -177,19 +177,23 @@ def test_what_computes_on_cpus_keeps_the_memory_that_it_frees_and_tells_no_child
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        {"JAX_PLATFORMS": "cuda,cpu"},
-        {"MALLOC_ARENA_MAX": "4"},
-        {"MALLOC_CONF": "narenas:1"},
-        {"LD_PRELOAD": ""},
-        {"LD_PRELOAD": f"{surroundings.jemalloc()}", "MALLOC_CONF": "dirty_decay_ms:0"},
-    ],
+    "chosen", [{"JAX_PLATFORMS": "cuda,cpu"}, {"LD_PRELOAD": f"{surroundings.jemalloc()}", "MALLOC_CONF": "dirty_decay_ms:0"}]
 )
 def test_the_memory_is_not_kept_with_an_accelerator_or_where_a_user_has_chosen_otherwise(chosen, tmp_path):
     pages, variables = told_by_user_code(tmp_path, "a host's process", **chosen)
     assert pages > 1000
     assert variables == {name: value for name, value in chosen.items() if name in surroundings.OF_ALLOCATOR}
+
+
+def test_a_variable_of_an_allocator_is_a_users_choice_even_if_it_is_empty(monkeypatch):
+    begun = []
+    monkeypatch.setattr(os, "execve", lambda *program: begun.append(program))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trainers.run"])
+    for chosen in surroundings.OF_ALLOCATOR:
+        keep_freed_memory({"JAX_PLATFORMS": "cpu", chosen: ""}, "trainers.run")
+    assert begun == []
+    keep_freed_memory({"JAX_PLATFORMS": "cpu"}, "trainers.run")
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize("spec", [None, types.SimpleNamespace(submodule_search_locations=["/a/ray/without/it"])])
