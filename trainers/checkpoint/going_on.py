@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gangway.config.masking import masked
-from gangway.errors import UsageError
 from gangway.storage.documents import StorageError
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from gangway.text import shortened
 from trainers.checkpoint import layout, manifest
-from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.config.data import RULES_OF_RECORDS
 
 HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
 """What a changed setting does to the training: nothing; nothing but rounding; it is no longer the same experiment."""
@@ -46,9 +43,6 @@ PIECES = "pieces."
 """Keys of `trainers.library`. null stands for an object in memory, of which nothing is known: `fit` and `launch` of one training
 differ in it."""
 SHOWN = 8
-RECORDS = "how records become tokens"
-RULES = {RECORDS: RULES_OF_RECORDS, "what optimizer.name = 'rmsprop' does with optimizer.eps": 2}
-"""What a run computes beside its settings: a version of each rule, one more for each change."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +87,6 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
     return found
 
 
-def rules_of(arguments: TrainingArguments) -> dict[str, int]:
-    """Returns the rules that a run depends on. A checkpoint records them."""
-    data = arguments.data
-    ours = data.dataset.startswith("trainers.") and (bool(data.mixture) or data.paths != DataConfig.paths)
-    rmsprop = arguments.optimizer.name == "rmsprop"
-    return {rule: version for (rule, version), follows in zip(RULES.items(), (ours, rmsprop), strict=True) if follows}
-
-
-def check_rules(meta: Mapping[str, Any], arguments: TrainingArguments) -> None:
-    """Raises UsageError if a run that goes on from a checkpoint with this meta would compute something else from there on."""
-    before = meta.get("rules", {})
-    if changed := [rule for rule, version in rules_of(arguments).items() if before.get(rule, 1) != version]:
-        raise UsageError(
-            f"the run {arguments.name!r} was begun by another version of this program, which has changed since: "
-            f"{'; '.join(changed)}. Go on with that version, or begin the run anew (--fresh, or another name)"
-        )
-
-
 def of_the_step(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns the settings that a train step may be made from, by their keys: all but those that are harmless, and the ends."""
     settings = dict(_flat(json.loads(json.dumps(masked(asdict(arguments))))))
@@ -131,10 +107,9 @@ def notes(step: int, found: Iterable[Change]) -> list[str]:
 
 
 def of_run(found: tuple[Place, dict[str, Any]] | None, arguments: TrainingArguments) -> list[str]:
-    """Returns what to tell about a run that has what `newest` found; nothing if it begins. Raises as `check_rules`."""
+    """Returns what to tell about a run that has what `newest` found; nothing if it begins."""
     if found is None:
         return []
-    check_rules(found[1], arguments)
     return notes(found[1]["batch_index"], changes(found[1], arguments))
 
 

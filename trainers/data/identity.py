@@ -1,6 +1,7 @@
 """What a run learns from, compared wherever it goes on, and between its hosts: its files, how many examples, the tokenizer.
 
-    {"files": {"a.jsonl": {"num_bytes": 120, "changed": "1764403810", "digest": "9f86"}}, "examples": [96, 4], "tokenizer": "c2"}
+    {"files": {"a.jsonl": {"num_bytes": 120, "changed": "1764403810", "digest": "9f86"}}, "examples": [96, 4], "tokenizer": "c2",
+     "rules": {"how records become tokens": 2}}
 
 Each checkpoint has it in its meta (`KEY`). A start compares sizes and times alone, and reads again what has others. Of data in a
 bucket nothing is read: its store has a tag for each object. Of data that a function of the user's own returns, only the number of
@@ -14,9 +15,10 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from gangway.config.masking import masked
 from gangway.errors import DataError, DataUnavailableError
 from gangway.storage.documents import is_url
 from trainers.config.arguments import TrainingArguments
-from trainers.config.data import SourceConfig
+from trainers.config.data import RULES_OF_RECORDS, DataConfig, SourceConfig
 from trainers.data.prepared import PREPARED
 from trainers.data.preparing import prepared_folder
 from trainers.data.sources.access import ByteRanges
@@ -38,6 +40,9 @@ IN_MEMORY = "trainers.data.sources.pieces:"
 """How the names of functions begin whose data is in no files of `data.paths`."""
 OF_FILES = frozenset({"dataset", "prepared", "tokenizer", "paths", "pattern", "format", "mixture"})
 """The settings of `data` that say which files there are."""
+RECORDS = "how records become tokens"
+RULES = {RECORDS: RULES_OF_RECORDS, "what optimizer.name = 'rmsprop' does with optimizer.eps": 2}
+"""What a run computes beside its settings: a version of each rule, one more for each change."""
 HARMLESS = frozenset({"retries", "retry_backoff_s", "on_change"})
 MANY = 5000
 """Files. Of more, as of images, the names alone are compared: a checkpoint would record them all, and a start ask for each."""
@@ -46,6 +51,7 @@ WHOLE_BYTES = 4 << 30
 BLOCK_BYTES = 1 << 20
 SHOWN = 5
 OTHER_TOKENIZER = "the files of data.tokenizer are others than the run has learned with: each token would mean something else"
+OTHER_RULES = "the run was begun by another version of this program, which has changed since: "
 WAY_OUT = "bring the data back, or begin the run anew (--fresh, or another name, with init_from for its weights)"
 CONTINUE = f"{WAY_OUT}, or go on with what is there by data.on_change=continue"
 
@@ -53,20 +59,33 @@ CONTINUE = f"{WAY_OUT}, or go on with what is there by data.on_change=continue"
 class Identity:
     """What the trainer of `arguments` learns from, as this process has seen it when this was made. `reads_files`: whether the
     datasets were made of the files that `arguments.data` names; `reads_records`: whether these have records, as images have
-    none."""
+    none; `units`: the datasets of validation units that have their own."""
 
-    def __init__(self, arguments: TrainingArguments, datasets: Sequence[Any], *, reads_files: bool, reads_records: bool = True):
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        datasets: Sequence[Any],
+        *,
+        reads_files: bool,
+        reads_records: bool = True,
+        units: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self._arguments = arguments
         found = _files(arguments, reads_records=reads_records) if reads_files else []
-        is_few = sum(len(files) for _, files in found) <= MANY
-        files = {f"{begin}{file['name']}": file for begin, files in found for file in (stamps(files) if is_few else ())}
+        self._is_of_files = bool(found)
+        asked = {name: unit.exact_match for name, unit in arguments.evaluation.units.items() if unit.exact_match is not None}
+        everything = [*found, *((_of_unit(name), listing(SourceConfig(paths=unit.paths)).files) for name, unit in asked.items())]
+        is_few = sum(len(files) for _, files in everything) <= MANY
+        files = {f"{begin}{file['name']}": file for begin, files in everything for file in (stamps(files) if is_few else ())}
         self._paths = {name: file["path"] for name, file in files.items()}
         self.seen: dict[str, Any] = {
             "files": {name: {key: file[key] for key in ("num_bytes", "changed")} for name, file in files.items()},
             "many": None if is_few else _names(found),
             "examples": [_count(dataset) for dataset in datasets],
-            "tokenizer": tokenizers.of(arguments).content() if found else None,
+            "units": {name: _count(dataset) for name, dataset in units.items() if name not in asked},
+            "tokenizer": tokenizers.of(arguments).content() if self._is_of_files else None,
             "records": bool(files) and reads_records,
+            "rules": rules_of(arguments),
         }
         self._digests: dict[str, str] = {}
         """Of the files that were read up to now."""
@@ -105,24 +124,31 @@ class Identity:
             if meta:
                 note("the run has no record of what it learned from before: its next checkpoint has one, of what is there now")
             return "", known
+        if rules := [rule for rule, version in self.seen["rules"].items() if before.get("rules", {}).get(rule, 1) != version]:
+            return (
+                f"{OTHER_RULES}{'; '.join(rules)}. Go on with that version, or begin the run anew (--fresh, or another name)",
+                known,
+            )
         settings = json.loads(json.dumps(masked(asdict(self._arguments.data))))
         changed = {name for name, value in settings.items() if meta["arguments"]["data"].get(name, value) != value}
         if changed & OF_FILES:
             return "", known  # it is told as a change of settings, and other files go with it
         if before["tokenizer"] != self.seen["tokenizer"]:
             return f"{OTHER_TOKENIZER}; {WAY_OUT}", known
-        changes = list(self._changes(before, known))
+        units = meta["arguments"]["evaluation"]["units"]
+        now = json.loads(json.dumps(masked(asdict(self._arguments.evaluation))))["units"]
+        others = {name for name in units.keys() | now.keys() if units.get(name) != now.get(name)}
+        changes = list(self._changes(before, known, others))
         if before["many"] != self.seen["many"]:
             numbers = [f"{about['files']:,} files" if about else "few" for about in (before["many"], self.seen["many"])]
             changes.append(f"the names of its files are others ({numbers[0]} then, {numbers[1]} now)")
-        if not self._paths and not self.seen["many"] and not changed - HARMLESS and before["examples"] != self.seen["examples"]:
+        if not self._is_of_files and not changed - HARMLESS and before["examples"] != self.seen["examples"]:
             changes.append(f"there were {_examples(before['examples'])}, and there are {_examples(self.seen['examples'])}")
         told = "; ".join(changes[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
-        if not changes:
-            return "", known
-        if self._arguments.data.on_change == "refuse":
+        if changes and self._arguments.data.on_change == "refuse":
             return f"the run has learned from other data: {told}; {CONTINUE}", known
-        note(f"the run goes on with other data than before (data.on_change=continue): {told}")
+        if changes:
+            note(f"the run goes on with other data than before (data.on_change=continue): {told}")
         return "", known
 
     def recorded(self) -> dict[str, Any]:
@@ -131,9 +157,18 @@ class Identity:
         files = {name: {**about, "digest": digests.get(name, "")} for name, about in self.seen["files"].items()}
         return {KEY: {**self.seen, "files": files}}
 
-    def _changes(self, before: Mapping[str, Any], known: dict[str, str]) -> Iterator[str]:
-        """Yields what has changed, and adds the digests of files that are the same to `known`."""
-        old, new = before["files"], self.seen["files"]
+    def _changes(self, before: Mapping[str, Any], known: dict[str, str], other_units: Set[str]) -> Iterator[str]:
+        """Yields what has changed, but for units that have other settings, and adds the digests of files that are the same to
+        `known`."""
+        skipped = tuple(map(_of_unit, other_units))
+        old, new = (
+            {name: files[name] for name in files if not name.startswith(skipped)}
+            for files in (before["files"], self.seen["files"])
+        )
+        for name in sorted(self.seen["units"].keys() & before["units"].keys() - other_units):
+            was, count = before["units"][name], self.seen["units"][name]
+            if was != count:
+                yield f"{_of_unit(name)}there were {_examples([was])}, and there are {_examples([count])}"
         yield from (f"{name} is new" for name in sorted(new.keys() - old.keys()))
         yield from (f"{name} is gone" for name in sorted(old.keys() - new.keys()))
         for name in sorted(old.keys() & new.keys()):
@@ -169,6 +204,14 @@ def check_ahead(meta: Mapping[str, Any], arguments: TrainingArguments) -> None:
             raise DataError(problem)
 
 
+def rules_of(arguments: TrainingArguments) -> dict[str, int]:
+    """Returns the rules that a run depends on."""
+    data = arguments.data
+    ours = data.dataset.startswith("trainers.") and (bool(data.mixture) or data.paths != DataConfig.paths)
+    rmsprop = arguments.optimizer.name == "rmsprop"
+    return {rule: version for (rule, version), follows in zip(RULES.items(), (ours, rmsprop), strict=True) if follows}
+
+
 def digest_of(path: str, num_bytes: int) -> str:
     """Returns the digest of the first bytes of a file; empty for an object of a bucket. Raises DataUnavailableError."""
     if is_url(path):
@@ -181,6 +224,11 @@ def digest_of(path: str, num_bytes: int) -> str:
     for block in blocks:
         found.update(ranges.read(block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, num_bytes)))
     return found.hexdigest()
+
+
+def _of_unit(name: str) -> str:
+    """How the names of a validation unit's files begin here."""
+    return f"evaluation.units.{name}: "
 
 
 def _files(arguments: TrainingArguments, *, reads_records: bool) -> list[tuple[str, list[SourceFile]]]:
@@ -229,7 +277,7 @@ def _count(dataset: Any) -> int | None:
 def _summary(seen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what must be the same on all hosts: the times of local copies may differ."""
     sizes = {name: about["num_bytes"] for name, about in seen["files"].items()}
-    digest = _digest_of([sorted(sizes.items()), seen["many"], seen["tokenizer"]])
+    digest = _digest_of([sorted(sizes.items()), seen["many"], seen["tokenizer"], seen["units"]])
     return {"examples": seen["examples"], "files": len(sizes), "bytes": sum(sizes.values()), "digest": digest}
 
 

@@ -15,7 +15,6 @@ import jax
 from gangway.errors import CheckpointError, SaveFailedError
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
-from trainers.checkpoint import going_on
 from trainers.checkpoint.weights import META
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.loop.evaluator import Evaluator
@@ -208,15 +207,11 @@ class Saver:
             **self.evaluator.meta(),
             **self.time_used.meta(),
             **({META: frozen} if (frozen := self.frozen()) else {}),
-            "rules": going_on.rules_of(self.arguments),
             **recorded_arguments(self.arguments),
         }
 
     def restore(self, meta: dict[str, Any]) -> None:
-        """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset. Raises UsageError if
-        the run would go on by other rules than it began with."""
-        if meta:
-            going_on.check_rules(meta, self.arguments)
+        """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset."""
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
         self.data_state.restore(meta)

@@ -219,7 +219,7 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
 
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
     """Returns {"step", "notes"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
-    it is of another model or optimizer, or was trained by other rules."""
+    it is of another model or optimizer, or learned from other data, or by other rules."""
     found = going_on.newest(trainer.arguments.run_folder)
     if found is None:
         return None
@@ -228,7 +228,6 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
         check_same_model(meta, trainer.assembly.design.state, str(path))
     except CheckpointError as error:
         raise UsageError(str(error)) from error
-    going_on.check_rules(meta, trainer.arguments)
     told = list[str]()
     # Without data there is nothing to compare, and what is wrong with it is known.
     if trainer.dataset_train is not None and (problem := trainer.assembly.batching.identity.problem(meta, told.append)[0]):

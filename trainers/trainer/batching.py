@@ -39,8 +39,9 @@ class Batching:
     def identity(self) -> Identity:
         """What the run learns from, as it is when the trainer is made."""
         trainer = self._trainer
-        datasets = trainer.dataset_train, trainer.dataset_eval
-        return Identity(trainer.arguments, datasets, reads_files=trainer.reads_files, reads_records=trainer.reads_records)
+        datasets, units = (trainer.dataset_train, trainer.dataset_eval), trainer.assembly.validation.datasets
+        kinds = {"reads_files": trainer.reads_files, "reads_records": trainer.reads_records}
+        return Identity(trainer.arguments, datasets, units=units, **kinds)
 
     # ------------------------------------------------------------------ examples
 

@@ -11,6 +11,7 @@ from tests.saved import saved
 from tests.unit.training import arguments, trainer
 from trainers.checkpoint import going_on
 from trainers.checkpoint.going_on import ANOTHER, HARMLESS, ROUNDING
+from trainers.data import identity
 from trainers.planning import estimate
 
 
@@ -113,33 +114,37 @@ def test_a_checkpoint_of_another_optimizer_is_refused_with_the_way_out(run):
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"data": {"paths": ["DATA"], "dataset": "trainers.data.sources.text:text_windows"}}, going_on.RECORDS),
-        ({"data": {"mixture": [{"name": "a", "paths": ["DATA"]}]}}, going_on.RECORDS),
+        ({"data": {"paths": ["DATA"], "dataset": "trainers.data.sources.text:text_windows"}}, identity.RECORDS),
+        ({"data": {"mixture": [{"name": "a", "paths": ["DATA"]}]}}, identity.RECORDS),
         ({"optimizer": {"name": "rmsprop"}}, "what optimizer.name = 'rmsprop' does with optimizer.eps"),
     ],
 )
-def test_a_run_does_not_go_on_by_other_rules_than_it_began_with(tmp_path, monkeypatch, settings, rule):
-    given = arguments(tmp_path, max_num_steps=2, **settings)
-    assert going_on.rules_of(given) == {rule: 2}
-    assert going_on.rules_of(arguments(tmp_path, max_num_steps=2)) == {}
-    going_on.check_rules({"rules": {rule: 2}}, given)
-    for before in ({}, {"rules": {}}, {"rules": {rule: 3}}):  # of an older version of the program, and of a newer one
-        with pytest.raises(UsageError, match=rf"changed since: {re.escape(rule)}\. Go on with that version, or begin .*--fresh"):
-            going_on.check_rules(before, given)
+def test_a_run_depends_on_the_rules_of_its_settings(tmp_path, settings, rule):
+    assert identity.rules_of(arguments(tmp_path, max_num_steps=2, **settings)) == {rule: 2}
+    assert identity.rules_of(arguments(tmp_path, max_num_steps=2)) == {}
 
 
 def test_a_checkpoint_has_the_rules_of_its_run_and_a_resume_looks_at_them(tmp_path, monkeypatch):
     settings = {"optimizer": {"name": "rmsprop", "learning_rate": 0.01}}
     trainer(tmp_path, max_num_steps=2, **settings).train()
+    _, meta = going_on.newest(str(tmp_path / "run"))
+    (rule,) = meta[identity.KEY]["rules"]
+    monkeypatch.setitem(identity.RULES, rule, 3)
     (prepared := trainer(tmp_path, max_num_steps=3, **settings)).prepare()
-    (rule,) = going_on.newest(str(tmp_path / "run"))[1]["rules"]
-    monkeypatch.setitem(going_on.RULES, rule, 3)
     for resume in (
         lambda: trainer(tmp_path, max_num_steps=3, **settings).train(),
-        lambda: going_on.of_run(going_on.newest(str(tmp_path / "run")), arguments(tmp_path, max_num_steps=3, **settings)),
         lambda: estimate.going_on_from(prepared, 8),
     ):
-        with pytest.raises(UsageError, match="the run 'run' was begun by another version of this program"):
+        said = rf"begun by another version of this program, .*: {re.escape(rule)}\. Go on with that version, or begin .*--fresh"
+        with pytest.raises(UsageError, match=said):
             resume()
+    before = prepared.assembly.batching.identity
+    for rules, refused in (
+        ({}, True),
+        ({rule: 2}, True),
+        ({rule: 3}, False),
+    ):  # of an older version of the program, and of this one
+        problem, _ = before.problem({**meta, identity.KEY: {**meta[identity.KEY], "rules": rules}}, pytest.fail)
+        assert bool(problem) == refused
     monkeypatch.undo()
     trainer(tmp_path, max_num_steps=3, **settings).train()

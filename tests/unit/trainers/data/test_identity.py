@@ -18,8 +18,9 @@ from tests.unit.training import of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on
 from trainers.commands import run
-from trainers.config import DataConfig, ModelConfig
+from trainers.config import DataConfig, ModelConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.config.evaluation import ExactMatchConfig
 from trainers.data import identity
 from trainers.data.identity import KEY, Identity, digest_of
 from trainers.data.sources.text import text_windows
@@ -61,7 +62,7 @@ def seen(tmp_path, texts, **data):
 
 def meta_of(found, tmp_path, texts):
     made = json.loads(json.dumps({"data": {**vars(arguments(tmp_path, texts).data)}}, default=list))
-    return {"arguments": made, **found.recorded()}
+    return {"arguments": {**made, "evaluation": {"units": {}}}, **found.recorded()}
 
 
 def add(texts):
@@ -200,6 +201,43 @@ def test_of_data_of_ones_own_the_number_of_examples_is_known(tmp_path, texts):
     assert "there were 96 examples and 4 held out, and there are 64 examples and 4 held out" in problem
     meta["arguments"]["data"]["sequence_length"] = 8  # another length gives other examples
     assert Identity(made, (range(64), range(4)), reads_files=False).problem(meta, pytest.fail)[0] == ""
+
+
+def with_units(tmp_path, texts, **units):
+    made = arguments(tmp_path, texts)
+    return dataclasses.replace(made, evaluation=dataclasses.replace(made.evaluation, units=units))
+
+
+def test_the_data_of_other_validation_units_is_compared_too(tmp_path, texts):
+    (asked := tmp_path / "asked.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    made = with_units(
+        tmp_path, texts, sums=UnitConfig(exact_match=ExactMatchConfig(paths=(str(asked),))), own=UnitConfig(dataset="a:b")
+    )
+
+    def there(count=9, made=made):
+        return Identity(made, (range(96),), reads_files=True, units={"own": range(count), "sums": range(count)})
+
+    (before := there())._digest({})
+    meta = meta_of(before, tmp_path, texts)
+    meta["arguments"]["evaluation"] = json.loads(json.dumps(dataclasses.asdict(made.evaluation)))
+    assert there().problem(meta, pytest.fail)[0] == ""
+    assert "evaluation.units.own: there were 9 examples, and there are 8 examples" in there(8).problem(meta, pytest.fail)[0]
+    with open(asked, "a") as file:
+        file.write('{"question": "1 + 2", "answer": "3"}\n')
+    problem = there().problem(meta, pytest.fail)[0]
+    assert "learned from other data: evaluation.units.sums: asked.jsonl has 37 bytes more at its end" in problem
+    others = with_units(
+        tmp_path, texts, own=UnitConfig(dataset="c:d")
+    )  # units that have changed themselves are changes of settings
+    assert there(8, others).problem(meta, pytest.fail)[0] == ""
+    assert identity._summary(there(8).seen) != identity._summary(there(9).seen)  # the hosts differ in it
+    made = with_units(tmp_path, texts, own=UnitConfig(dataset=f"{__name__}:seven"))
+    assert BaseTrainer(made, *text_windows(made)).assembly.batching.identity.seen["units"] == {"own": 7}
+
+
+def seven(arguments):
+    examples = text_windows(arguments)[0]
+    return [examples[index] for index in range(7)]
 
 
 @pytest.mark.parametrize(
