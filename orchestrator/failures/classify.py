@@ -85,7 +85,8 @@ class Failure:
     evidence: dict[str, Any] = field(default_factory=dict)
     """JSON-able: `summary` (a line for people) and, as far as known, `step`, `exit_code`, `signal`, `hint`, `exception`,
     `log_tail`, `also_failed` (other hosts whose failure is not collateral), `notice`. For a hang: `phase`, `limit_s`, `waited_s`,
-    `line` (where the host is), `why` (it was named), `state`, `groups` (hosts with equal stacks)."""
+    `line` (where the host is), `user_line` (that of the user's own code), `why` (it was named), `state`, `groups` (hosts with
+    equal stacks)."""
     collateral: tuple[int, ...] = ()
     """Hosts that failed because of this one."""
     failed_at_s: float | None = None
@@ -215,6 +216,7 @@ def _hang(all_hosts: Sequence[PostMortem], overdue: Sequence[PostMortem]) -> Fai
         "step": culprit.last_step,
         **{name: limit.get(name) for name in ("phase", "limit_s", "waited_s")},
         "line": blame.line,
+        "user_line": blame.user_line,
         "why": blame.why,
         "state": culprit.state,
         "batch_index": culprit.batch_index,

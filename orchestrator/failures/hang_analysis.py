@@ -7,6 +7,7 @@ wait for others, and not the one whose limit passed first. Stacks are texts of `
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,9 @@ STANDARD = re.compile(r"(^|/)(threading|selectors|queue|socket|subprocess|ssl)\.
 CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
 """The prefix of the names of our threads that write a checkpoint."""
+OURS = re.compile(r"(^|/)(gangway|trainers|cluster|orchestrator)/")
+LOOP = re.compile(r"(^|/)trainers/(loop|trainer)/")
+"""What a user's `train` calls: whoever is in it is no longer in the user's code."""
 LAUNCHER = "trainers/worker.py"
 WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/parallel/platform.py")
 """Frames of these files are skipped: a person wants to see their caller."""
@@ -111,6 +115,21 @@ class Thread:
             frames = [frame for frame in frames if not is_noise(frame)] or frames
         return str(frames[0])
 
+    @property
+    def user_line(self) -> str | None:
+        """The innermost line of the user's own code; None if it is in none."""
+        within = itertools.takewhile(lambda frame: not LOOP.search(frame.file), self.frames)
+        return next((str(frame) for frame in within if not _is_library(frame) and not OURS.search(frame.file)), None)
+
+    @property
+    def told(self) -> str | None:
+        """`line`, with the line of a library that it waits in, and with the user's line if `line` is ours."""
+        if self.line is None:
+            return None
+        inner = self.frames[: [str(frame) for frame in self.frames].index(self.line)]
+        inside = next((f", in {frame}" for frame in inner if _is_library(frame) and not STANDARD.search(frame.file)), "")
+        return self.line + inside + ("" if self.user_line in (None, self.line) else f", called by {self.user_line}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostStacks:
@@ -129,6 +148,8 @@ class Blame:
     """None if no single host could be identified."""
     line: str | None
     """The line of that host; without a host, the line at which all hosts are, if it is one."""
+    user_line: str | None
+    """The user's line of that host; without a host that of all hosts, if they wait for no other host there."""
     why: str
     groups: list[dict[str, Any]]
     """Hosts with the same stack: `hosts`, `line`, `waits_on`, `frames`; JSON-able."""
@@ -197,10 +218,11 @@ def blame(hosts: Sequence[HostStacks], phase: str) -> Blame:
         if (position := position_of(stacks.text, phase)) is not None:
             positions[stacks.host] = position
     host, why = _blamed_host(hosts, positions)
-    lines = {position.thread.line for position in positions.values()}
-    common_line = lines.pop() if host is None and len(lines) == 1 else None
-    line = positions[host].thread.line if host in positions else common_line
-    return Blame(host, line, why, _groups(positions))
+    blamed = [positions[host]] if host in positions else list(positions.values()) if host is None else []
+    lines = {position.thread.told for position in blamed}
+    user_lines = {position.thread.user_line if host is not None or position.waits_on is None else None for position in blamed}
+    line, user_line = (found.pop() if len(found) == 1 else None for found in (lines, user_lines))
+    return Blame(host, line, user_line, why, _groups(positions))
 
 
 def _blamed_host(hosts: Sequence[HostStacks], positions: Mapping[int, Position]) -> tuple[int | None, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.failures.classify import Failure, FailureKind
+from orchestrator.failures.hang_analysis import IN_SYSTEM_CALL, STOPPED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class PastFailure:
     step: int | None = None
     """The step at which it happened."""
     exception: tuple[str, str] | None = None
-    """Type and message."""
+    """Type and message; of a hang the line of the user's own code that it stood at."""
     deterministic: bool = False
     """Whether the program itself reported that a retry is useless (a wrong setting, a checkpoint of another model)."""
     mistake: bool = False
@@ -60,6 +61,9 @@ def past_failure(
 ) -> PastFailure:
     """Makes the record of a failure. `slot` and `node_id` are those of `failure.host`."""
     exception = failure.exception or {}
+    # A machine that is stuck, as in a disk, can stand at any line.
+    if failure.kind == FailureKind.HANG and str(failure.evidence.get("state"))[0] not in (*STOPPED, IN_SYSTEM_CALL):
+        exception = {"type": "hang", "message": line} if (line := failure.evidence.get("user_line")) else {}
     return PastFailure(
         kind=failure.kind,
         step=failure.step,

@@ -18,10 +18,11 @@ REPEATS_ITSELF = frozenset(
         FailureKind.LOSS_SPIKE,
         FailureKind.OUT_OF_MEMORY,
         FailureKind.DESYNC,
+        FailureKind.HANG,
     }
 )
-"""Kinds that come from the program and its input: after two in a row at one step, the next try would fail in the same way. A hang
-is not one of them: it may come from the machine, which may stall at the same step again."""
+"""Kinds that come from the program and its input: after two in a row at one step, the next try would fail in the same way. Of
+hangs only those at one line of the user's own code: else the machine may have stalled at the same step again."""
 SUSPECTS_THE_MACHINE = frozenset({FailureKind.DEVICE_ERROR, FailureKind.RUNTIME_ERROR})
 """Kinds that come from the program only if another machine fails in the same way at the same step: a kernel that reads an invalid
 address looks like a broken device."""
@@ -85,7 +86,8 @@ def decide(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | G
     if len(history) > 1 and _will_repeat(history):
         where = f"step {last.step}" if last.step else "the start"
         why = "it would happen for ever" if last.kind in REPEATS_ITSELF | SUSPECTS_THE_MACHINE else "it looks like a mistake"
-        return GiveUp(f"the same {last.kind} at {where} twice in a row: {why}")
+        slow = " (if it is only slow there, give it longer: driver.watchdog)" if last.kind == FailureKind.HANG else ""
+        return GiveUp(f"the same {last.kind} at {where} twice in a row: {why}{slow}")
     by_time = _within_time(history, policy)
     if _may_pass(last):
         return by_time

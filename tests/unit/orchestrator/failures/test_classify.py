@@ -312,12 +312,13 @@ def test_a_hang_names_the_host_that_the_others_wait_for_and_its_line():
     assert (failure.kind, failure.host, failure.collateral) == (FailureKind.HANG, 1, (0, 2))
     assert failure.summary == "host 1 hangs in train: sleep_forever (my_callbacks.py:13) (waited 3.0 s, limit 3 s)"
     assert failure.failed_at_s == pytest.approx(16.96)
-    about = {name: failure.evidence[name] for name in ("phase", "limit_s", "waited_s", "line", "why", "step")}
+    about = {name: failure.evidence[name] for name in ("phase", "limit_s", "waited_s", "line", "user_line", "why", "step")}
     assert about == {
         "phase": "train",
         "limit_s": 3.0,
         "waited_s": 3.04,
         "line": "sleep_forever (my_callbacks.py:13)",
+        "user_line": "sleep_forever (my_callbacks.py:13)",
         "why": "it waits for no other host",
         "step": 7,
     }

@@ -91,7 +91,11 @@ REAL = {
     "a storage that does not answer": (
         sample("silent_storage"),
         "save",
-        (1, "write (trainers/checkpoint/array_io.py:41)", "it waits for no other host"),
+        (
+            1,
+            "write (trainers/checkpoint/array_io.py:41), in join (orbax/checkpoint/_src/futures/future.py:430)",
+            "it waits for no other host",
+        ),
     ),
     "all wait in the same place": (
         sample("sleep_in_a_callback", (0, 2)),
@@ -255,6 +259,46 @@ def test_where_a_host_stands(name):
     text, phase, line, waits_on = STANDINGS[name]
     found = position_of(text, phase)
     assert (found.thread.line, found.waits_on) == (line, waits_on)
+
+
+TRAIN = ("train (/home/me/run/trainers/trainer/training_run.py:90)", f"Mine.train ({USER}:62)")
+READS = ("readinto (/usr/lib/python3.11/socket.py:706)", "read (/usr/lib/python3.11/site-packages/urllib3/response.py:300)")
+TOLD = {
+    "a library that the user calls": (
+        stack(*READS, f"fetch ({USER}:9)", *TRAIN),
+        "fetch (my_callbacks.py:9), in read (urllib3/response.py:300)",
+        "fetch (my_callbacks.py:9)",
+    ),
+    "our code that the user calls": (
+        stack("encode (/run/trainers/text/tokenizers.py:5)", f"fetch ({USER}:9)", *TRAIN),
+        "encode (trainers/text/tokenizers.py:5), called by fetch (my_callbacks.py:9)",
+        "fetch (my_callbacks.py:9)",
+    ),
+    "our code that no user calls": (
+        stack(*READS, "get (/run/trainers/data/loader.py:5)", *TRAIN),
+        "get (trainers/data/loader.py:5), in read (urllib3/response.py:300)",
+        None,
+    ),
+    "a lock": (
+        stack("wait (/usr/lib/python3.11/threading.py:1)", f"f ({USER}:9)"),
+        "f (my_callbacks.py:9)",
+        "f (my_callbacks.py:9)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_users_line_and_the_librarys_are_told_beside_each_other(name):
+    text, line, user_line = TOLD[name]
+    found = blame(hosts(text, DEVICE), "train")
+    assert (found.host, found.line, found.user_line) == (0, line, user_line)
+
+
+def test_the_line_at_which_all_hosts_are_is_the_users_if_none_waits_for_others():
+    assert blame(hosts(SPIN, SPIN), "train").user_line == "spin (my_callbacks.py:3)"
+    waits = stack("wait_for_device (/run/trainers/parallel/platform.py:43)", f"on_step_end ({USER}:9)")
+    found = blame(hosts(waits, waits), "train")
+    assert (found.line, found.user_line) == ("on_step_end (my_callbacks.py:9)", None)
 
 
 @pytest.mark.parametrize("text", [None, "", "no stacks of process 7: py-spy: not installed", USERS_THREAD])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.failures.classify import FailureKind, PostMortem, classify
+from orchestrator.failures.classify import Failure, FailureKind, PostMortem, classify
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, Restart, RestartPolicy, backoff_s, decide, since_progress
 
@@ -117,6 +117,31 @@ def hang(checkpoint_step=None, step=7):
 def test_a_hang_at_the_same_place_is_tried_again_within_the_budget():
     assert decide([hang(10), hang(10)], POLICY) == Restart(1.0)
     assert "4 failures" in decide([hang(10)] * 4, POLICY).reason
+
+
+def hang_at(line, step=7, state="S (sleeping)", host=1):
+    evidence = {"step": step, "state": state} | ({"user_line": line} if line else {})
+    return past_failure(Failure(kind=FailureKind.HANG, host=host, evidence=evidence), None)
+
+
+def test_a_hang_at_the_same_line_of_the_users_at_the_same_step_gives_up_as_an_error_does():
+    at = hang_at("fetch (mine.py:9)")
+    assert decide([at], POLICY) == Restart(0.0)
+    assert decide([at, at], POLICY).reason == (
+        "the same hang at step 7 twice in a row: it would happen for ever (if it is only slow there, give it longer: "
+        "driver.watchdog)"
+    )
+    for other in (hang_at("fetch (mine.py:9)", step=8), hang_at("load (mine.py:30)")):
+        assert isinstance(decide([at, other], POLICY), Restart)
+    for other in (
+        hang_at(None),
+        hang_at("fetch (mine.py:9)", state="D (disk sleep)"),  # the machine may be to blame
+        hang_at("fetch (mine.py:9)", state="T (stopped)"),
+        crash(),
+    ):
+        assert isinstance(decide([at, other], POLICY), Restart)
+        assert isinstance(decide([other, at], POLICY), Restart)
+        assert isinstance(decide([other, other], POLICY), Restart)
 
 
 def desync(step=7, message="host 1 at 8"):
