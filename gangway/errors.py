@@ -192,6 +192,19 @@ def user_frame(error: BaseException) -> str | None:
     return None
 
 
+def user_traceback(error: BaseException) -> str:
+    """Returns the traceback of an error with the lines of the user's own code alone; empty if there are none."""
+    whole = traceback.TracebackException.from_exception(error, lookup_lines=False)
+    chain, found = [whole], False
+    for each in chain:
+        own = [frame for frame in each.stack if is_of_user(frame.filename)]
+        # Without its header too.
+        each.stack = traceback.StackSummary.from_list(own) if own else None  # type: ignore[assignment]
+        found |= bool(own)
+        chain += filter(None, (each.__cause__, each.__context__, *(each.exceptions or ())))
+    return "".join(whole.format()) if found else ""
+
+
 def notes_of(error: BaseException) -> list[str]:
     """Returns what this project has noted about the circumstances of an error (`while ...`); libraries note other things."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("while ")]

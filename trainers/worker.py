@@ -385,7 +385,7 @@ def report_requests(host: Any) -> None:
 
 
 def exception_event(error: BaseException) -> ExceptionRaised:
-    from gangway.errors import kind_of, user_frame
+    from gangway.errors import kind_of, user_frame, user_traceback
     from gangway.text import MAX_TRACEBACK, cut
     from trainers import runtime
 
@@ -397,6 +397,7 @@ def exception_event(error: BaseException) -> ExceptionRaised:
         "message": cut(text_of(error)),
         "traceback": cut("".join(traceback.format_exception(error)), MAX_TRACEBACK),
         "user_frame": frame and cut(frame),
+        "user_traceback": cut(user_traceback(error)),
         "step": runtime.current().at_step,
         **kind_or_user(error, kind_of),
     }

@@ -251,6 +251,8 @@ class ExceptionRaised(FailureKind, Envelope):
     traceback: str
     user_frame: str | None
     """Where it arose in the user's own code (`gangway.errors.user_frame`)."""
+    user_traceback: str
+    """`gangway.errors.user_traceback`."""
     step: int
 
 

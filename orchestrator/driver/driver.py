@@ -440,7 +440,7 @@ class Driver:
         if isinstance(decision, GiveUp):
             self._keep_stacks(incident, findings.stacks)
             self._give_up(incident, decision.reason)
-            raise TrainingFailed(final_error(failure, decision.reason))
+            raise TrainingFailed(final_error(failure, decision.reason, self._agent_options()["log_dir"]))
         # There is no gang left that could save: a request that came meanwhile ends the run here.
         if self.board.stop_requested():
             raise StoppedOnRequest(f"stopped on request while it was failing: {failure.summary}")

@@ -161,16 +161,16 @@ def write_stacks(folder: Place, texts: Mapping[int, str]) -> None:
             ours.delete_folder(place, STACKS)
 
 
-def final_error(failure: Failure, reason: str) -> str:
-    """Returns the final message for the user: the traceback or the end of the log, the failure, where it arose in the user's
-    code, and why the run ends."""
+def final_error(failure: Failure, reason: str, logs: str) -> str:
+    """Returns the final message for the user: the failure, where it arose in the user's code, and why the run ends; then the
+    lines of the user's code, or else the whole traceback or the end of the log. `logs`: the folder that has all of them."""
     exception = failure.exception or {}
-    where = f" on host {failure.host}" if failure.host is not None else ""
-    details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
+    own = exception.get("user_traceback")
+    details = own or exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
     frame = f"\nin your code: {exception['user_frame']}" if exception.get("user_frame") else ""
-    text = f"{failure.kind}{where}: {failure.summary}{frame}\ngiving up: {reason}"
+    text = f"{failure.summary}{frame}\ngiving up: {reason}"
     # These exceptions explain themselves in their message: a traceback would hide it.
-    is_explained = (
-        exception.get("deterministic") or exception.get("kind") == "data" or exception.get("type") == CodeMissingError.__name__
-    )
-    return text if is_explained or not details else f"{details.rstrip()}\n\n{text}"
+    if exception.get("deterministic") or exception.get("kind") == "data" or exception.get("type") == CodeMissingError.__name__:
+        details = ""
+    whole = f"\n(lines of your own code alone; the whole traceback is in {logs})" if own else ""
+    return f"{text}\n\n{details.rstrip()}{whole}" if details else text

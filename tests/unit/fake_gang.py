@@ -510,6 +510,7 @@ class Job:
                     "message": "Connection closed by peer",
                     "traceback": "",
                     "user_frame": None,
+                    "user_traceback": "",
                 }
                 kind = {"kind": "collateral", "deterministic": False}
                 process.tell({"ev": "exception", **exception, **kind, "step": process.step})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from gangway.config import yaml_source
 from gangway.config.masking import masked
 from gangway.config.yaml_source import ConfigError
-from gangway.errors import TransientError, UsageError, user_frame
+from gangway.errors import TransientError, UsageError, user_frame, user_traceback
 from gangway.first_line import say
 from gangway.program import command
 from gangway.program import parser as command_parser
@@ -35,7 +35,7 @@ from gangway.wire.events import Event, course_left_at
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, recorded_arguments
-from trainers.console.screens import CONSOLE_LOG, Console, LoggedConsole, make_console
+from trainers.console.screens import CONSOLE_LOG, Console, LoggedConsole, added_to, make_console
 from trainers.console.view import for_console
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
@@ -57,10 +57,13 @@ def main() -> int:
     say(f"reading {options.config}", clock=True)
     keep_programs()
     allow_for_forced_devices(os.environ)
+    log: Path | None = None
     try:
-        output = train(read(options.config, options.overrides), began_s)
+        arguments = read(options.config, options.overrides)
+        log = Path(arguments.run_folder, CONSOLE_LOG)
+        output = train(arguments, began_s)
     except Exception as error:  # the command's boundary: reported, with where it arose in the user's code
-        return failed(error)
+        return failed(error, log)
     print(result(output))
     # All that was trained is saved then: a last save that fails raises.
     return 0 if StopReason(output.stop_reason).finished else EXIT_STOPPED
@@ -168,15 +171,20 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
     return about | known
 
 
-def failed(error: Exception) -> int:
-    """Tells an error. Returns the exit status: 2 for one that explains itself, 1 for one that needs its traceback."""
+def failed(error: Exception, log: Path | None) -> int:
+    """Tells an error: what it is, then the lines of the user's code. `log`: the file of the run that gets the whole traceback, if
+    it is there. Returns the exit status: 2 for an error that explains itself, 1 for one that needs its traceback."""
     frame = user_frame(error)
     is_explained = isinstance(error, UsageError | TransientError | ConfigError) or (isinstance(error, ValueError) and not frame)
-    if not is_explained:
-        traceback.print_exc()
     what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
     print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
-    return 2 if is_explained else 1
+    if is_explained:
+        return 2
+    whole, own = "".join(traceback.format_exception(error)), user_traceback(error)
+    if own and log is not None and added_to(log, whole):
+        whole = f"{own}(lines of your own code alone; the whole traceback is in {log})\n"
+    print(f"\n{whole}", end="", file=sys.stderr)
+    return 1
 
 
 def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> Any:

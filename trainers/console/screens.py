@@ -244,6 +244,15 @@ def make_console(
     return SteadyConsole(console, out, log, lambda file, view: PlainConsole(file, clock, None, lines_of, page, view), logged)
 
 
+def added_to(log: Path, text: str) -> bool:
+    """Writes text to the end of the log of a run. Returns whether that could be done."""
+    try:
+        with open(log, "a", encoding="utf-8", errors="replace", opener=durable.no_link) as file:
+            return bool(file.write(text))
+    except OSError:
+        return False
+
+
 class LoggedConsole:
     """A console whose lines are written to a file, too. What is wrong with the file stops nothing."""
 

@@ -31,6 +31,7 @@ from gangway.errors import (
     may_pass,
     notes_of,
     user_frame,
+    user_traceback,
 )
 from gangway.storage.documents import is_url
 from gangway.storage.row import CHECKPOINTS
@@ -86,7 +87,7 @@ def described(what: str, error: Exception) -> list[str]:
         return [*lines, last + where]
     if isinstance(error, ValueError) and not frame:  # a check's own words
         return [f"{what}: {error}"]
-    traceback.print_exc()
+    sys.stderr.write(user_traceback(error) or "".join(traceback.format_exception(error)))
     inside = traceback.extract_tb(error.__traceback__)[-1]
     inside_of = "" if frame else f" ({inside.filename}, line {inside.lineno})"
     return [f"{what}: {type(error).__name__}: {error}{inside_of}{where}"]

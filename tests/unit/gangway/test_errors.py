@@ -26,6 +26,7 @@ from gangway.errors import (
     UsageError,
     kind_of,
     user_frame,
+    user_traceback,
 )
 from gangway.foreign_errors import broken_device_in
 from gangway.user_modules import load_object
@@ -265,6 +266,25 @@ def of_another(*, explicit: bool):
 def test_of_errors_raised_from_each_other_the_first_counts_and_of_those_in_a_handler_the_last():
     assert user_frame(raised_by(lambda: of_another(explicit=True))).endswith('in fails: raise KeyError("first")')
     assert user_frame(raised_by(lambda: of_another(explicit=False))).endswith('raise RuntimeError("second")  # noqa: B904')
+
+
+def test_the_users_traceback_has_the_lines_of_the_users_alone_of_each_error_of_a_chain():
+    lines = user_traceback(raised_by(lambda: of_another(explicit=True))).splitlines()
+    files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
+    assert files == [__file__] * 5  # of_another and fails; raised_by, the lambda and of_another
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "Traceback (most recent call last):",
+        "KeyError: 'first'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        "RuntimeError: second",
+    ]
+    told = user_traceback(raised_by(lambda: json.loads("{")))
+    assert "json/decoder.py" not in told
+    assert told.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
+    assert user_traceback(ValueError("raised by nobody")) == ""
 
 
 def test_an_error_that_never_was_in_the_users_code_has_no_frame(tmp_path, monkeypatch):

@@ -154,8 +154,8 @@ def test_a_mistake_of_the_program_during_a_stop_is_a_failure(world):
     def fail():
         launched.board.request_stop("interrupted")
         agent = next(iter(world.jobs.values())).processes[1].agent
-        raised = {"type": "UsageError", "message": "a mistake", "traceback": "", "user_frame": None, "kind": "user_error"}
-        agent.tell({"ev": "exception", **raised, "deterministic": True, "step": 3})
+        raised = {"type": "UsageError", "message": "a mistake", "traceback": "", "user_frame": None, "user_traceback": ""}
+        agent.tell({"ev": "exception", **raised, "kind": "user_error", "deterministic": True, "step": 3})
         agent.end_process(told=True)
 
     world.at(4.0, fail)

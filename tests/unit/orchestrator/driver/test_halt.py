@@ -15,19 +15,23 @@ def failure(**exception) -> Failure:
 
 
 @pytest.mark.parametrize(
-    ("raised", "before"),
+    ("raised", "whole", "own"),
     [
-        ({"kind": "user", "deterministic": False}, "Traceback ...\nKeyError: 'text'\n\n"),
+        (
+            {"kind": "user", "deterministic": False},
+            "\n\nTraceback ...\nKeyError: 'text'",
+            "\n\nmine\n(lines of your own code alone; the whole traceback is in runs/a/logs)",
+        ),
         # Their message says it all: a traceback would hide it, and the line in the user's code is shown all the same.
-        ({"kind": "user", "deterministic": True}, ""),
-        ({"kind": "data", "deterministic": False}, ""),
+        ({"kind": "user", "deterministic": True}, "", ""),
+        ({"kind": "data", "deterministic": False}, "", ""),
     ],
 )
-def test_the_line_in_the_users_code_is_shown_whatever_the_error(raised, before):
-    text = final_error(failure(user_frame=FRAME, **raised), "it happened twice")
-    assert text == f"{before}user_error on host 1: host 1: KeyError\nin your code: {FRAME}\ngiving up: it happened twice"
-    text = final_error(failure(user_frame=None, **raised), "it happened twice")
-    assert text == f"{before}user_error on host 1: host 1: KeyError\ngiving up: it happened twice"
+def test_the_sentence_comes_first_and_the_line_in_the_users_code_is_shown_whatever_the_error(raised, whole, own):
+    text = final_error(failure(user_frame=FRAME, user_traceback="mine\n", **raised), "it happened twice", "runs/a/logs")
+    assert text == f"host 1: KeyError\nin your code: {FRAME}\ngiving up: it happened twice{own}"
+    text = final_error(failure(user_frame=None, user_traceback="", **raised), "it happened twice", "runs/a/logs")
+    assert text == f"host 1: KeyError\ngiving up: it happened twice{whole}"
 
 
 def test_the_stacks_of_old_incidents_go_and_a_users_folder_beside_them_stays(tmp_path, monkeypatch):

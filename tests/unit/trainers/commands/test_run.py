@@ -149,8 +149,10 @@ def test_a_wrong_override_is_reported(run, override):
 def test_an_error_in_a_users_data_is_reported_with_its_line(run):
     status, printed = run("data.dataset=tests.programs.mistaken:without_a_column")
     assert status == 1
-    assert printed.err.endswith(f"error: KeyError: 'text'\nin your code: {mistake(1)}\n")
-    assert printed.err.startswith("Traceback")
+    assert printed.err.startswith(f"error: KeyError: 'text'\nin your code: {mistake(1)}\n\nTraceback")
+    assert "trainers/commands" not in printed.err
+    log = printed.err.splitlines()[-1].removeprefix("(lines of your own code alone; the whole traceback is in ").removesuffix(")")
+    assert "trainers/commands/run.py" in Path(log).read_text()
 
 
 def test_a_module_that_ends_the_process_is_no_success(run, tmp_path, monkeypatch):
