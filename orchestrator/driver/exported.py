@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from gangway.wire.events import Heartbeat
 from gangway.wire.limits import PHASES
-from orchestrator.run_state.goodput import DriverState
+from orchestrator.run_state.goodput import DriverState, share
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from orchestrator.tracking.prometheus import Gauges
@@ -70,8 +70,8 @@ class ExportedMetrics:
         """Sets what follows from the progress of the run."""
         self._set_at_s = now_s
         progress, earlier = self._progress, self._progress.earlier
-        seconds = progress.goodput.totals(now_s)
-        self._gauges.ledger({name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()})
+        seconds = {name: value + earlier.seconds.get(name, 0.0) for name, value in progress.goodput.totals(now_s).items()}
+        self._gauges.ledger(seconds, share(seconds))
         self._gauges.set(prometheus.STEP, step)
         for metric, value in ((prometheus.MAX_STEPS, progress.max_steps), (prometheus.CHECKPOINT_STEP, progress.checkpoint_step)):
             if value is not None:

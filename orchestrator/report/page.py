@@ -12,7 +12,8 @@ from gangway.storage.usage import REQUESTS
 from orchestrator.report import charts, drawing, timeline
 from orchestrator.report.charts import smoothed
 from orchestrator.report.record import Record
-from orchestrator.reporting.text import action_of
+from orchestrator.reporting.text import CATEGORY_NAMES, action_of
+from orchestrator.run_state.goodput import counted_s, share
 from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence, replayed
@@ -24,23 +25,21 @@ MAX_HEAT_COLUMNS = 60
 MIN_LOST_SHARE = 0.002
 """Smaller shares of the wall clock are not worth a row."""
 
-MORE = {
-    "schedule": ("waiting for machines", "hosts.spares, or hosts.min, with which the run goes on without them"),
-    "import": ("starting processes", "the machines' disks: a process has to import JAX and your code"),
-    "compile": ("compiling", "model.remat and the number of unrolled layers; programs are kept on a machine and found again"),
-    "restore": ("reading data and checkpoint", "data.prepared: gangway prepare makes the tokens once"),
-    "data_wait": ("waiting for data", "data.prepared, or faster storage: the hosts waited for their batches"),
-    "checkpoint": ("saving", "a longer checkpoint.save_steps"),
-    "evaluation": ("evaluating", "a longer evaluation.every_steps, or fewer evaluation.max_batches"),
-    "detection": ("finding failures", "driver.watchdog: shorter limits for the phases"),
-    "recovery": ("recovering", "hosts.spares: a machine that waits replaces one that is lost"),
-    "replay": ("training steps again", "a shorter checkpoint.save_steps, or save_minutes"),
-    "idle": ("waiting before the next try", "driver.restart.backoff_max_s"),
-    "join": ("joining", "the network between the hosts"),
-    "start": ("starting the command and the driver", ""),
-    "finish": ("from the last step to the end", ""),
+LESS = {
+    "schedule": "hosts.spares, or hosts.min, with which the run goes on without them",
+    "import": "the machines' disks: a process has to import JAX and your code",
+    "compile": "model.remat and the number of unrolled layers; programs are kept on a machine and found again",
+    "restore": "faster storage; of texts data.prepared: gangway prepare makes the tokens once",
+    "data_wait": "data.prepared, or faster storage: the hosts waited for their batches",
+    "checkpoint": "a longer checkpoint.save_steps",
+    "evaluation": "a longer evaluation.every_steps, or fewer evaluation.max_batches",
+    "detection": "driver.watchdog: shorter limits for the phases",
+    "recovery": "hosts.spares: a machine that waits replaces one that is lost",
+    "replay": "a shorter checkpoint.save_steps, or save_minutes",
+    "idle": "driver.restart.backoff_max_s",
+    "join": "the network between the hosts",
 }
-"""What a category of the ledger is in words, and the setting that would make it less."""
+"""The setting that would make a category of the ledger less."""
 
 
 WORDS = {"eval_loss": "held-out loss", "step_time_s": "step time", "num_incidents": "incidents", "wall_s": "wall clock"}
@@ -131,7 +130,7 @@ def head(record: Record) -> dict[str, Any]:
         ("steps", steps),
         ("loss", _number(metrics.get("loss"))),
         ("held-out loss", _number(run.evaluation.get("eval_loss"))),
-        ("goodput", "" if not whole_s else f"{record.seconds.get('step', 0.0) / whole_s:.1%}"),
+        ("goodput", "" if not whole_s else f"{share(record.seconds):.1%}"),
         ("wall clock", duration(whole_s) if whole_s else ""),
         (amount[1], f"{amount[0]:,}") if amount else ("", ""),
         (f"{rate[1]}/s", f"{rate[0]:,.0f}") if rate else ("", ""),
@@ -228,14 +227,14 @@ def rolling_goodput(record: Record) -> charts.Chart | None:
 
 def lost(seconds: Mapping[str, float]) -> list[dict[str, str]]:
     """Returns what took the time that was not goodput, most first, and the setting that would change it."""
-    whole_s = sum(seconds.values())
+    whole_s = counted_s(seconds)
     rows = sorted(((value, name) for name, value in seconds.items() if name != "step"), reverse=True)
     return [
         {
-            "what": MORE.get(name, (name, ""))[0],
+            "what": CATEGORY_NAMES.get(name, name),
             "took": duration(value),
-            "share": f"{value / whole_s:.1%}",
-            "less": MORE.get(name, ("", ""))[1],
+            "share": "" if name == "finish" else f"{value / whole_s:.1%}",
+            "less": LESS.get(name, ""),
         }
         for value, name in rows
         if whole_s and value / whole_s >= MIN_LOST_SHARE

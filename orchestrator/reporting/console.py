@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 from gangway.wire.console import ConsoleEvent, Printed
 from orchestrator.reporting.board import BoardLike
-from orchestrator.reporting.text import action_of, recovery, summary_page
+from orchestrator.reporting.text import action_of, price, recovery, summary_page
 from trainers.console import screens
 from trainers.console.screens import Console, PlainConsole
-from trainers.console.text import printable, seconds, sentence
+from trainers.console.text import printable, sentence
 from trainers.console.view import PLANNED, Event, Line, View, line, lines_of, plural
 
 READ_TIMEOUT_S = 0.2
@@ -75,7 +75,7 @@ def _recovered(incident: Mapping[str, Any]) -> Line:
     resumed = incident.get("resumed_step")
     where = f" at step {resumed}" if resumed is not None else ""
     phases = (f"  {recovery(incident['recovery_s'])}", "dim")
-    return line(("✓ ", "bold green"), f"training again{where} after {seconds(incident['total_s'])}", phases)
+    return line(("✓ ", "bold green"), f"training again{where} after {price(incident)}", phases)
 
 
 def _printed(event: Printed) -> list[Line]:

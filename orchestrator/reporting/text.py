@@ -12,8 +12,9 @@ from rich.text import Text
 from gangway.published import counted, of_evaluation, shown
 from gangway.stop_reason import StopReason
 from gangway.storage.usage import REQUESTS
-from orchestrator.run_state.goodput import CATEGORIES
+from orchestrator.run_state.goodput import CATEGORIES, counted_s, share
 from trainers.console.text import count, printable, seconds, sentence
+from trainers.console.view import plural
 
 BAR_WIDTH = 30
 ENDED_BY: Mapping[str | None, str] = {
@@ -25,21 +26,23 @@ ENDED_BY: Mapping[str | None, str] = {
 SHOWN_INCIDENTS = 12
 SHOWN_SAMPLE_LINES = 16
 CATEGORY_NAMES = {
-    "start": "starting",
+    "start": "starting the command",
     "schedule": "waiting for machines",
     "import": "starting processes",
     "join": "joining the hosts",
     "compile": "compiling",
-    "restore": "restoring the state",
+    "restore": "opening data and checkpoint",
     "step": "training steps",
     "data_wait": "waiting for data",
     "checkpoint": "checkpoint stalls",
     "detection": "noticing failures",
     "recovery": "restarting",
-    "replay": "replayed steps",
+    "evaluation": "evaluating",
+    "replay": "training steps again",
     "idle": "restart back-off",
-    "finish": "finishing",
+    "finish": "after the last step",
 }
+"""What a category of the goodput ledger is in words."""
 ACTIONS = {
     "restart": "restarting",
     "replace": "restarting with another host in its place",
@@ -58,6 +61,17 @@ def recovery(phases: Mapping[str, float]) -> str:
     """detect 0.02 · restore 0.11 s"""
     shown = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in phases.items() if value >= PHASE_FLOOR_S]
     return " · ".join(shown) + ("\u00a0s" if shown else "")  # The unit stays with its number.
+
+
+def again(incident: Mapping[str, Any]) -> str:
+    """36 steps, 41.2 s: what is trained again because of an incident, which comes on top of its recovery; empty if nothing is."""
+    steps, step_s = incident.get("replayed_steps", 0), incident.get("step_s", 0.0)
+    return f"{plural(steps, 'step')}" + (f", {seconds(steps * step_s)}" if step_s else "") if steps else ""
+
+
+def price(incident: Mapping[str, Any]) -> str:
+    """0.42 s; 36 steps, 41.2 s again: what an incident that is over has cost."""
+    return seconds(incident["total_s"]) + (f"; {repeated} again" if (repeated := again(incident)) else "")
 
 
 def action_of(incident: Mapping[str, Any]) -> str:
@@ -91,7 +105,7 @@ def summary_page(screen: Screen, summary: Mapping[str, Any]) -> None:
     _headline(screen, summary)
     _facts(screen, summary)
     _incidents(screen, summary.get("incidents") or [])
-    _goodput(screen, summary.get("goodput") or {}, summary.get("wall_s") or 0.0)
+    _goodput(screen, summary.get("goodput") or {})
     if summary.get("sample"):
         _sample(screen, summary.get("prompt") or "", summary["sample"])
     _locations(screen, summary)
@@ -151,7 +165,7 @@ def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
             str(incident["kind"]).replace("_", " "),
             f"host {incident['host']}" if incident.get("host") is not None else "",
             f"step {incident['step']}" if incident.get("step") is not None else "",
-            seconds(incident["total_s"]) if recovered else "",
+            price(incident) if recovered else "",
             _what_was_done(incident) if recovered else Text(action_of(incident), "red"),
         )
     screen.print(table)
@@ -164,19 +178,21 @@ def _what_was_done(incident: Mapping[str, Any]) -> Text:
     return Text.assemble(done, (recovery(incident["recovery_s"]), "dim"))
 
 
-def _goodput(screen: Screen, goodput: Mapping[str, float], wall_s: float) -> None:
-    if wall_s <= 0:
+def _goodput(screen: Screen, goodput: Mapping[str, float]) -> None:
+    whole_s = counted_s(goodput)
+    if whole_s <= 0:
         return
-    _title(screen, "Where the time went")
+    _title(screen, f"Where the time went: goodput {100 * share(goodput):.1f} %")
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
     # The order of a run's life, as the ledger has it; what cannot be seen at this scale is left out.
-    for name in (name for name in CATEGORIES if goodput.get(name, 0.0) / wall_s >= 0.0005):
-        share = goodput[name] / wall_s
-        style = "green" if name == "step" else "bright_black"
-        label = "    " + CATEGORY_NAMES.get(name, name.replace("_", " "))
-        table.add_row(label, seconds(goodput[name]), f"{100 * share:.1f} %", Text(_bar(share), style))
+    for name in (name for name in CATEGORIES if goodput.get(name, 0.0) / whole_s >= 0.0005):
+        part = goodput[name] / whole_s
+        of_all = (
+            () if name == "finish" else (f"{100 * part:.1f} %", Text(_bar(part), "green" if name == "step" else "bright_black"))
+        )
+        table.add_row("    " + CATEGORY_NAMES.get(name, name.replace("_", " ")), seconds(goodput[name]), *of_all)
     screen.print(table)
 
 

@@ -39,7 +39,19 @@ CATEGORIES = (
 )
 """start: the command and the driver; schedule: waiting for machines; detection: from a failure to its discovery; recovery:
 from there to the next start; replay: steps trained again after a restore; idle: restart back-off; finish: from the last step to
-the end. Goodput is the share of `step`."""
+the end. Goodput is the share of `step` in all but `finish` (`share`)."""
+
+
+def share(seconds: Mapping[str, float]) -> float:
+    """Returns the goodput of these seconds by category: the part in steps that were not repeated. What comes after the last step
+    does not count, so that the number is the same for whoever is told it while a run ends."""
+    whole_s = counted_s(seconds)
+    return seconds.get("step", 0.0) / whole_s if whole_s > 0 else 0.0
+
+
+def counted_s(seconds: Mapping[str, float]) -> float:
+    """Returns the seconds up to the end of the last step: those that goodput is a share of."""
+    return sum(seconds.values()) - seconds.get("finish", 0.0)
 
 
 class Goodput:
@@ -83,11 +95,6 @@ class Goodput:
 
     def wall_s(self, now_s: float) -> float:
         return max(now_s, self._counted_to_s) - self._started_at_s
-
-    def goodput(self, now_s: float) -> float:
-        """Returns the share of the wall clock that was spent in steps that were not repeated."""
-        wall_s = self.wall_s(now_s)
-        return self.totals(now_s)["step"] / wall_s if wall_s > 0 else 0.0
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         return {

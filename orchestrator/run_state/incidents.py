@@ -58,6 +58,8 @@ class Incident:
     """Seconds by phase, in order: they sum to `total_s`."""
     resumed_step: int | None = None
     """The step from which the next generation or the rollback went on; None before that."""
+    step_s: float = 0.0
+    """The median seconds of a step of the generation that follows; 0: not known."""
 
     @property
     def total_s(self) -> float:
@@ -81,11 +83,12 @@ class Incident:
 
     def recovered(self, first_step_end_s: float, median_step_s: float = 0.0) -> None:
         """Ends the recovery with the next generation's first step, less the step's own work: that is not lost."""
+        self.step_s = median_step_s
         self.mark("first_step", first_step_end_s)
         self.recovery_s["first_step"] = max(0.0, self.recovery_s["first_step"] - median_step_s)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"total_s": self.total_s}
+        return asdict(self) | {"total_s": self.total_s, "replayed_steps": self.replayed_steps}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Incident:

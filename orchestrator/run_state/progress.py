@@ -9,7 +9,7 @@ from typing import Any
 
 from gangway.storage import identity
 from orchestrator.failures.history import PastFailure
-from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.goodput import Goodput, share
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, NAME, Entry
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.stored import Moment, clock_step_s
@@ -169,9 +169,9 @@ class Progress:
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
 
     def goodput_of_run(self, now_s: float) -> float:
-        """Returns the share of the wall clock of all launches that was spent in steps that were not repeated."""
-        wall_s = self.earlier.wall_s + self.goodput.wall_s(now_s)
-        return (self.earlier.seconds.get("step", 0.0) + self.goodput.totals(now_s)["step"]) / wall_s if wall_s > 0 else 0.0
+        """Returns the goodput of all launches."""
+        earlier = self.earlier.seconds
+        return share({name: value + earlier.get(name, 0.0) for name, value in self.goodput.totals(now_s).items()})
 
     def is_new(self, step: int, kind: str) -> bool:
         """Returns False for steps that were published before: replayed steps give the same metrics. `kind`: `train` or `eval`."""

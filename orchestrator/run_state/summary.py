@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from gangway.storage import documents
+from orchestrator.run_state.goodput import share
 from orchestrator.run_state.incident_log import KEPT_INCIDENTS
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
@@ -131,13 +132,12 @@ def of_the_end(summary: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics of the end of a launch."""
     recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
     seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
-    share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
     of_launch = summary["launch"]
     return {
         **seconds,
-        "goodput/share": share,
+        "goodput/share": share(summary["goodput"]),
         "launch/wall_s": of_launch["wall_s"],
-        "launch/goodput_share": of_launch["goodput"]["step"] / of_launch["wall_s"] if of_launch["wall_s"] else 0.0,
+        "launch/goodput_share": share(of_launch["goodput"]),
         "incidents/count": summary["num_incidents"],
         "incidents/recovery_s": sum(recoveries),
     }

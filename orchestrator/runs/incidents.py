@@ -18,7 +18,7 @@ from gangway.storage import json_text
 from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of
-from orchestrator.reporting.text import action_of, recovery
+from orchestrator.reporting.text import action_of, again, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
@@ -65,7 +65,7 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
         ("host", "right"),
         ("step", "right"),
         ("recovery", "right"),
-        ("replayed", "right"),
+        ("again", "right"),
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("then")
@@ -92,9 +92,8 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
 
 
 def replayed(incident: Incident) -> str:
-    """Returns how many steps are trained again because of it, in words."""
-    number = incident.replayed_steps
-    return "" if incident.open else f"{number:,} step{'' if number == 1 else 's'}"
+    """Returns what is trained again because of it, in words."""
+    return "" if incident.open else again(incident.to_dict()) or "0 steps"
 
 
 def show_one(screen: Console, number: int, incident: Incident) -> None:
@@ -109,7 +108,7 @@ def show_one(screen: Console, number: int, incident: Incident) -> None:
         "then": action_of(document),
         "recovery": f"{seconds(incident.total_s)}: {recovery(incident.recovery_s)}" if incident.recovery_s else "",
         "went on at": incident.resumed_step,
-        "replayed": replayed(incident) if incident.replayed_steps else "",
+        "again": again(document),
     }
     for name, value in rows.items():
         if value not in (None, ""):

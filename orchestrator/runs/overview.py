@@ -17,7 +17,7 @@ from gangway.storage.documents import DocumentKind, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageProblem
 from orchestrator.run_state import lease, lines
-from orchestrator.run_state.goodput import CATEGORIES
+from orchestrator.run_state.goodput import CATEGORIES, counted_s, share
 from orchestrator.run_state.progress import EVAL, TRAIN, kind_of
 from orchestrator.run_state.stored import GANG_KIND, OUTCOME_KIND, STATE_KIND, SUMMARY_KIND
 from orchestrator.tracking.spool import entry
@@ -100,7 +100,6 @@ def read(run: Where, now_s: float | None = None) -> Overview:
     train, evaluation = files.last_metrics(state)
     earlier, started_s = state.get("earlier") or {}, state.get("goodput", {}).get("started_at_s")
     seconds = about.get("goodput") or seconds_of(state)
-    whole_s = sum(seconds.get(name, 0.0) for name in CATEGORIES)
     this_s = None if started_s is None or changed_s is None else changed_s - started_s
     published = [number for number in (state.get("published") or {}).values() if isinstance(number, int) and number >= 0]
     steps = [number for number in (about.get("steps"), state.get("checkpoint_step"), *published) if number is not None]
@@ -117,7 +116,7 @@ def read(run: Where, now_s: float | None = None) -> Overview:
         hosts=about.get("hosts") or _num_hosts(files.document(GANG_KIND)),
         checkpoint_step=state.get("checkpoint_step"),
         num_incidents=about.get("num_incidents", state.get("num_incidents", 0) + earlier.get("num_incidents", 0)),
-        goodput=seconds.get("step", 0.0) / whole_s if whole_s else None,
+        goodput=share(seconds) if counted_s(seconds) else None,
         wall_s=about.get("wall_s", None if this_s is None else this_s + earlier.get("wall_s", 0.0)),
         started_s=started_s,
         changed_s=changed_s,

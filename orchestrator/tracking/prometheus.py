@@ -50,7 +50,7 @@ STEP = Metric("gangway_step", "steps", "optimizer steps completed; goes back at 
 MAX_STEPS = Metric("gangway_max_steps", "steps", "optimizer steps wanted; absent without `max_num_steps`")
 CHECKPOINT_STEP = Metric("gangway_checkpoint_step", "steps", "step of the newest checkpoint")
 HOSTS = Metric("gangway_hosts", "hosts", "hosts of the present gang, or of the last one")
-GOODPUT = Metric("gangway_goodput_ratio", "1", "share of the wall clock of all launches spent in steps that counted")
+GOODPUT = Metric("gangway_goodput_ratio", "1", "share of the wall clock of all launches spent in steps that counted, up to the last one")
 TIME = Metric("gangway_time_seconds", "s", "wall clock of all launches, by category of the goodput ledger", ("category",))
 INCIDENTS = Metric("gangway_incidents_total", "incidents", "failures, resizes and anomalies, by kind", ("kind",))
 GENERATIONS = Metric("gangway_generations_total", "generations", "lives of the gang: the starts and restarts of all launches")
@@ -113,15 +113,15 @@ class Gauges:
             if name in values:
                 self.set(metric, values[name])
 
-    def ledger(self, seconds: Mapping[str, float]) -> None:
-        """Sets what follows from the goodput ledger: the seconds by category, those of all launches."""
+    def ledger(self, seconds: Mapping[str, float], goodput: float) -> None:
+        """Sets what follows from the goodput ledger: the seconds by category, those of all launches, and their goodput."""
         wall_s, productive_s = sum(seconds.values()), seconds.get("step", 0.0)
         lost: dict[str, float] = dict.fromkeys(BADPUT_SOURCES.values(), 0.0)
         for category, value in seconds.items():
             self.set(TIME, value, category)
             if category != "step":
                 lost[BADPUT_SOURCES[category]] += value
-        self.set(GOODPUT, productive_s / wall_s if wall_s > 0 else 0.0)
+        self.set(GOODPUT, goodput)
         self.set(GOODPUT_TIME, productive_s, "TOTAL")
         for source, value in lost.items():
             self.set(BADPUT_TIME, value, source)

@@ -23,7 +23,7 @@ STATES = {
     "starting": "starting",
     "importing": "starting processes",
     "joining": "joining the hosts",
-    "restoring": "restoring the state",
+    "restoring": "opening data and checkpoint",
     "compiling": "compiling",
     "training": "training",
     "evaluating": "evaluating",

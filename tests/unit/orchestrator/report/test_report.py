@@ -76,7 +76,7 @@ def test_the_page_has_what_the_files_say(text):
     assert "What is missing here" not in text
     assert "Work of each host" in text
     # On a narrow page, which has no columns, each value has its name beside it.
-    assert '<span data-name="recovery">0.50 s</span><span data-name="replayed">10 steps</span>' in text
+    assert '<span data-name="recovery">0.50 s</span><span data-name="again">10 steps</span>' in text
     assert '.row > [data-name]::before { content: attr(data-name) " "' in text
     assert "host 1: &lt;killed&gt; by SIGKILL" in text  # a text of a run is no HTML
     assert "Traceback &lt;b&gt;" in text

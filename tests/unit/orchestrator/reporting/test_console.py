@@ -25,6 +25,8 @@ INCIDENT = {
     "recovery_s": {"detect": 0.02, "decide": 0.0004, "first_step": 0.4},
     "resumed_step": None,
     "total_s": 0.4204,
+    "replayed_steps": 20,
+    "step_s": 0.27,
 }
 SUMMARY = {
     "name": "tiny",
@@ -36,7 +38,7 @@ SUMMARY = {
     "eval_loss": 2.0511,
     "generations": 2,
     "incidents": [INCIDENT | {"resumed_step": 100}],
-    "goodput": {"start": 3.0, "step": 81.0, "compile": 16.0, "idle": 0.0},
+    "goodput": {"start": 3.0, "step": 81.0, "compile": 16.0, "idle": 0.0, "finish": 4.0},
     "wall_s": 100.0,
     "prompt": "def ",
     "sample": "main():\n\treturn \x1b[31m1",
@@ -182,7 +184,7 @@ def test_plain_incident_and_recovery(plain):
         "   0:00  ✗ host 1: training process ended by SIGKILL at step 120 → restarting\n"
     )
     assert plain({"ev": "recovered", "incident": INCIDENT | {"resumed_step": 100}}) == (
-        "   0:00  ✓ training again at step 100 after 0.42 s  detect 0.02 · first step 0.40\u00a0s\n"
+        "   0:00  ✓ training again at step 100 after 0.42 s; 20 steps, 5.40 s again  detect 0.02 · first step 0.40\u00a0s\n"
     )
     avoided = {
         "action": "shrink",
@@ -225,12 +227,13 @@ def test_summary_says_what_happened_where_the_time_went_and_where_things_are():
         "  restarts     1",
         "",
         "  Incidents",
-        "    ✓  process crash  host 1  step 120  0.42 s  detect 0.02 · first step 0.40\u00a0s",
+        "    ✓  process crash  host 1  step 120  0.42 s; 20 steps, 5.40 s again  detect 0.02 · first step 0.40\u00a0s",
         "",
-        "  Where the time went",
-        "    starting            3.00 s   3.0 %  ▉",
-        "    compiling           16.0 s  16.0 %  ████▊",
-        "    training steps  1 min 21 s  81.0 %  ████████████████████████▎",
+        "  Where the time went: goodput 81.0 %",
+        "    starting the command      3.00 s   3.0 %  ▉",
+        "    compiling                 16.0 s  16.0 %  ████▊",
+        "    training steps        1 min 21 s  81.0 %  ████████████████████████▎",
+        "    after the last step       4.00 s",
         "",
         "  The model, now",
         "    │ def main():",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.run_state.goodput import CATEGORIES, Goodput, check_sum
+from orchestrator.run_state.goodput import CATEGORIES, Goodput, check_sum, share
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 
 events = st.lists(
@@ -48,7 +48,10 @@ def test_switch_and_totals():
     totals = clock.totals(114.0)
     assert {name: s for name, s in totals.items() if s} == {"start": 3.0, "step": 10.0, "detection": 1.0}
     assert (clock.category, clock.wall_s(114.0)) == ("detection", 14.0)
-    assert clock.goodput(120.0) == 0.5
+    assert share(clock.totals(120.0)) == 0.5
+    clock.switch("finish", 120.0)
+    assert share(clock.totals(140.0)) == 0.5  # whoever is told it while the run ends hears the same
+    assert share({}) == share({"finish": 3.0}) == 0.0
 
 
 def test_move_takes_what_is_there_and_no_more():

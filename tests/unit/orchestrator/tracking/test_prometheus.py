@@ -91,7 +91,7 @@ def test_a_counter_gets_what_is_new_and_never_falls(gauges):
 
 
 def test_the_ledger_goes_out_under_both_names(gauges):
-    gauges.ledger(dict.fromkeys(CATEGORIES, 1.0) | {"step": 86.0})
+    gauges.ledger(dict.fromkeys(CATEGORIES, 1.0) | {"step": 86.0}, 0.86)
     assert of(gauges, "gangway_goodput_ratio") == 0.86
     assert of(gauges, "gangway_time_seconds", "replay") == 1.0
     assert of(gauges, "workload_goodput_time", "TOTAL") == 86.0
