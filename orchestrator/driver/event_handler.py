@@ -229,7 +229,14 @@ class EventHandler:
     def _on_anomaly(self, generation: Generation, event: AnomalyTreated) -> None:
         if (step := course_left_at(event)) is not None and self.launch.leave_course(step):
             self.recorders.go_back(step)
-        self._record(of_anomaly(event, generation.number))
+        new, known = of_anomaly(event, generation.number), self.launch.progress.entries[-1:]
+        if not (known and known[0].incident.takes(new)):
+            self._record(new)
+            return
+        self.launch.update(one := known[0].incident)
+        # Each batch would be a line: at 2, 4, 8 ... batches is one.
+        if (number := len(one.evidence["skipped_batches"])) & (number - 1) == 0:
+            self.note(str(one.evidence["summary"]), "warning")
 
     def _on_metrics(self, generation: Generation, event: Metrics) -> None:
         metrics, step, launch = event["metrics"], event["step"], self.launch

@@ -65,6 +65,21 @@ class Incident:
     def total_s(self) -> float:
         return sum(self.recovery_s.values())
 
+    def takes(self, other: Incident) -> bool:
+        """Makes a batch that is skipped, as `other` says, a part of this incident, if it is one of the same kind, and not long
+        after it. Returns whether it is."""
+        batches, more = (one.evidence.get("skipped_batches", []) for one in (self, other))
+        skips = self.action == other.action == Action.SKIP and self.kind == other.kind and self.generation == other.generation
+        if not (skips and batches and more and 0 < more[0] - batches[-1] <= NEAR):
+            return False
+        batches += more
+        origin = str(self.evidence["summary"]).partition(": ")[2] or str(other.evidence["summary"]).partition(": ")[2]
+        about = f"{ANOMALIES.get(self.kind, self.kind)} in {len(batches)} batches, {batches[0]} to {batches[-1]}"
+        self.evidence["summary"] = about + (f": {origin}" if origin else "")
+        self.detail = f"skipped batches: {len(batches)}, from {batches[0]} to {batches[-1]}"
+        self.resumed_step = other.resumed_step
+        return True
+
     @property
     def open(self) -> bool:
         """Whether another generation is to follow, and has not taken a step yet."""
@@ -100,18 +115,22 @@ class Incident:
         return cls(**values)
 
 
+ANOMALIES = {
+    "non_finite": "a loss or gradient that is not finite",
+    "loss_spike": "a loss spike",
+    "broken_state": "an update that made the state infinite or NaN",
+}
+NEAR = 100
+"""Batches. A batch that is skipped so soon after another, for the same reason, belongs to the same incident."""
+
+
 def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
     """Returns the incident of an `anomaly` event of the training process. It is over when it is reported.
 
     `loss` and `expected` are None where they were not finite.
     """
     loss, expected = event["loss"], event["expected"]
-    names = {
-        "non_finite": "a loss or gradient that is not finite",
-        "loss_spike": "a loss spike",
-        "broken_state": "an update that made the state infinite or NaN",
-    }
-    summary = f"{names.get(event['kind'], event['kind'])} in batch {event['batch_index']}"
+    summary = f"{ANOMALIES.get(event['kind'], event['kind'])} in batch {event['batch_index']}"
     if loss is not None:
         expectation = f", expected about {expected:g}" if expected is not None else ""
         summary += f" (loss {loss:g}{expectation})"

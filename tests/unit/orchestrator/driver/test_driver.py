@@ -59,6 +59,23 @@ def test_the_console_shows_what_a_host_prints_whose_lines_are_asked_for(world):
     assert [event for event in launched.told() if event["ev"] == "printed"] == [{**printed, "host": 1}]
 
 
+def test_many_skipped_batches_are_one_incident_and_a_few_lines(world):
+    launched = Launched(world)
+    skip = {"ev": "anomaly", "kind": "non_finite", "loss": None, "expected": None, "action": "skip", "restored_step": None}
+
+    def tell():
+        for batch in range(3, 40):
+            process_of(world, 0).agent.tell({**skip, "batch_index": batch, "skipped_batches": [batch]})
+
+    world.at(4.0, tell)
+    assert finished(launched, world) == ["non_finite"]
+    assert [event["incident"]["step"] for event in launched.told() if event["ev"] == "incident"] == [3]
+    notes = [event["message"] for event in launched.told() if event["ev"] == "note" and "not finite" in event["message"]]
+    assert [note.partition(" in ")[2] for note in notes] == [f"{n} batches, 3 to {n + 2}" for n in (2, 4, 8, 16, 32)]
+    (kept,) = launched.launch.progress.incidents
+    assert kept.evidence["skipped_batches"] == [*range(3, 40)]
+
+
 def test_a_process_is_killed(world):
     launched = Launched(world)
     world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))

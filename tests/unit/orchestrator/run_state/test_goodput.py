@@ -187,6 +187,27 @@ def test_a_rollback_is_an_incident_that_names_what_is_skipped():
     assert not it.open
 
 
+def skip(batch, kind="non_finite", action="skip", generation=0, origin=None):
+    event = {**SPIKE, "kind": kind, "batch_index": batch, "loss": None, "expected": None, "action": action}
+    origin = {"origin": origin} if origin else {}
+    return of_anomaly({**event, "skipped_batches": [batch], "restored_step": None, **origin}, generation)
+
+
+def test_batches_that_are_skipped_for_one_reason_one_after_the_other_are_one_incident():
+    it = skip(3, origin="input ['y'] is not finite itself")
+    assert [it.takes(skip(batch)) for batch in (4, 5, 105)] == [True] * 3
+    assert it.evidence["summary"] == (
+        "a loss or gradient that is not finite in 4 batches, 3 to 105: input ['y'] is not finite itself"
+    )
+    assert (it.step, it.resumed_step, it.detail) == (3, 105, "skipped batches: 4, from 3 to 105")
+    assert it.evidence["skipped_batches"] == [3, 4, 5, 105]
+    it = Incident.from_dict(json.loads(json.dumps(it.to_dict())))  # as the next driver reads it
+    for other in (skip(206), skip(105), skip(106, kind="loss_spike"), skip(106, generation=1), skip(106, action="rollback")):
+        assert not it.takes(other)
+    assert not incident(action="restart").takes(skip(4))
+    assert it.evidence["skipped_batches"] == [3, 4, 5, 105]
+
+
 def test_a_skipped_batch_without_a_finite_loss_is_an_incident_that_costs_nothing():
     event = {**SPIKE, "kind": "non_finite", "loss": None, "expected": None, "action": "skip", "skipped_batches": [12]}
     it = of_anomaly({**event, "restored_step": None}, generation=0)
