@@ -283,6 +283,15 @@ def test_the_users_traceback_has_the_lines_of_the_users_alone_of_each_error_of_a
     ]
     told = user_traceback(raised_by(lambda: json.loads("{")))
     assert "json/decoder.py" not in told
+
+    def of_a_library():
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise RuntimeError("second") from error
+
+    chained = user_traceback(raised_by(of_a_library))
+    assert chained.count("  File ") == chained.count(f'  File "{__file__}"') == 3
     assert told.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
     assert user_traceback(ValueError("raised by nobody")) == ""
 

@@ -32,6 +32,7 @@ def test_an_exception_is_an_event_of_a_few_pages(events):
     assert len(json.dumps(event)) < 30_000
     assert event["message"].endswith("the cause")
     assert event["traceback"].startswith("Traceback")
+    assert event["user_traceback"].startswith("Traceback")
 
 
 def test_a_note_is_cut_on_both_sides_of_the_pipe(events):

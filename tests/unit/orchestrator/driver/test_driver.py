@@ -82,6 +82,8 @@ def test_a_process_is_killed(world):
     assert finished(launched, world) == ["process_crash"]
     (incident,) = launched.launch.progress.incidents
     assert (incident.host, incident.action, incident.open) == (1, "restart", False)
+    (told,) = [event["incident"] for event in launched.told() if event["ev"] == "recovered"]
+    assert told["replayed_steps"] == incident.step - incident.resumed_step > 0
 
 
 def test_an_agent_dies_and_a_spare_takes_its_place(world):
