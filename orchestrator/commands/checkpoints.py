@@ -80,12 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = run / CHECKPOINTS
     if arguments.accept_loss:
         accept_loss(folder)
-    rows = list(inspect(folder, verify=arguments.verify))
+    rows, lost = list(inspect(folder, verify=arguments.verify)), layout.lost(folder)
     if arguments.json:
         print(json_text.dumps([asdict(row) for row in rows], indent=1))
-    else:
+    elif rows or not lost:
         show(folder, rows, table_console())
-    return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
+    if lost:
+        print(f"error: {lost}", file=sys.stderr)
+    return EXIT_DAMAGED if lost or any(row.state == "damaged" for row in rows) else EXIT_FINE
 
 
 def copy(run: Place, to: str) -> int:

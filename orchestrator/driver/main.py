@@ -98,7 +98,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
                 # No outcome is written: the run belongs to the other driver now.
                 raise JobFailed(str(error)) from error
             raise
-        progress = Progress(launch.progress.trained_step, launch.progress.checkpoint_step, launch.progress.save_problem)
+        progress = Progress(launch.progress.trained_step, *launch.saved_there())
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, recorders, end, result, clock)
         with suppress(TimeoutError):

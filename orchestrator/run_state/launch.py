@@ -21,6 +21,8 @@ from typing import Any
 
 from gangway.storage import documents, identity, json_text
 from gangway.storage.documents import DamagedDocument, DocumentKind
+from gangway.storage.opening import place_of
+from gangway.waits import in_time
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.goodput import Goodput
@@ -35,11 +37,13 @@ from orchestrator.run_state.storage_writer import Writer
 from orchestrator.run_state.stored import GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
+from trainers.checkpoint import layout
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 
 TIMELINE = "timeline.jsonl"
 STORE_EVERY_S = 1.0
 STORE_IN_BUCKET_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 5.0, 60.0
+LOOK_S = 5.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
 """The same when the machine is about to be taken away. The next launch ships what is left."""
@@ -271,6 +275,16 @@ class Launch:
         is_new, self._noted_gone = self._gone != self._noted_gone, self._gone
         # A newer one may have been saved meanwhile.
         return is_new and self._gone == self.progress.saved_path
+
+    def saved_there(self) -> tuple[int | None, str | None]:
+        """Returns the step of the newest checkpoint that is there, None if none is, and why no newer one is."""
+        step, path = self.progress.checkpoint_step, self.progress.saved_path
+        if path is None or self._gone != path:
+            return step, self.progress.save_problem
+        folder = place_of(path).parent
+        with suppress(OSError, documents.StorageError, TimeoutError):
+            step = in_time(lambda: layout.newest_there(folder, layout.row_of(folder).newest()), lambda: LOOK_S)
+        return step, f"the checkpoint of step {self.progress.checkpoint_step} is gone from {path}"
 
     def _look_for(self, path: str) -> None:
         # On the writer's thread: the storage may hang.

@@ -22,10 +22,12 @@ from gangway.published import counted, own, shown
 from gangway.storage import documents, json_text, several
 from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
+from gangway.storage.row import CHECKPOINTS
 from gangway.terminal import nobody_looks
 from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.runs import incidents, overview
 from orchestrator.runs.overview import Overview
+from trainers.checkpoint import layout
 from trainers.console.text import clock_time, count, printable, seconds, sentence, table_console
 from trainers.console.view import measures_of
 
@@ -154,7 +156,7 @@ def details(run: Overview, now_s: float) -> list[Text | Table]:
         "left": "" if run.left_s is None else clock_time(run.left_s),
         "goodput": "" if run.goodput is None else f"{run.goodput:.1%}",
         "hosts": "" if run.hosts is None else str(run.hosts),
-        "checkpoint": "none yet" if run.checkpoint_step is None else f"step {run.checkpoint_step:,}",
+        "checkpoint": _lost(run) or ("none yet" if run.checkpoint_step is None else f"step {run.checkpoint_step:,}"),
         "incidents": _incidents(run),
         "started": "" if run.started_s is None else f"{overview.when(run.started_s)}, {age(run.started_s, now_s)} ago",
         "last seen": "" if run.changed_s is None else f"{overview.when(run.changed_s)}, {age(run.changed_s, now_s)} ago",
@@ -166,6 +168,13 @@ def details(run: Overview, now_s: float) -> list[Text | Table]:
         if value:
             grid.add_row(Text(f"  {name}", "bright_black"), value)
     return [head, grid, *(Text(f"! {problem}", "yellow") for problem in run.problems)]
+
+
+def _lost(run: Overview) -> str:
+    """Returns that a checkpoint of the run is no longer where it was committed, and the way out; empty if it is there."""
+    with suppress(OSError, documents.StorageError):  # what its files say is shown
+        return layout.lost(place_of(run.folder, FOR_PEOPLE) / CHECKPOINTS)
+    return ""
 
 
 def _incidents(run: Overview) -> str:

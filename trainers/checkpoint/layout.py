@@ -111,8 +111,7 @@ def check(folder: Place, newest: Record, expected: int | None) -> None:
     highest = max((step for step in (newest.step, expected) if step is not None), default=None)
     if highest is None:
         return
-    there = {*folder.folders()}
-    last = max((step for step, kept in newest.of(folder.name).items() if kept.folder in there), default=None)
+    last = newest_there(folder, newest)
     if last is not None and last >= highest:
         return
     found = f"the newest there is {last}" if last is not None else "none is there"
@@ -122,6 +121,22 @@ def check(folder: Place, newest: Record, expected: int | None) -> None:
         "right one?); to go on with what is there after all, or to start again from step 0: "
         f"python -m orchestrator.commands.checkpoints {folder.parent} --accept-loss"
     )
+
+
+def newest_there(folder: Place, newest: Record) -> int | None:
+    """Returns the newest step of which the storage shows the folder; None: of no step. Raises OSError, or StorageError."""
+    there = {*folder.folders()}
+    return max((step for step, kept in newest.of(folder.name).items() if kept.folder in there), default=None)
+
+
+def lost(folder: Place) -> str:
+    """Returns why a run cannot go on: a checkpoint that was committed is not in `folder`; empty if they are. Raises OSError, or
+    StorageError."""
+    try:
+        check(folder, row_of(folder).newest(), None)
+    except CheckpointUnavailableError as error:
+        return str(error)
+    return ""
 
 
 def accept_loss(folder: Place) -> None:

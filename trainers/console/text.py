@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +52,12 @@ def plain_console(**how: Any) -> Console:
     class Plain(Console):
         def render_str(self, text: str, **about: Any) -> Text:
             return super().render_str(printable(text), **{**about, "markup": False, "emoji": False, "highlight": False})
+
+        def print(self, *objects: Any, **about: Any) -> None:
+            with nullcontext() if self.is_terminal else self.capture() as captured:
+                super().print(*objects, **about)
+            if captured is not None:  # the last column is filled up to the length of its longest cell
+                self.file.write(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE))
 
     return Plain(**{"highlight": False, **how})
 

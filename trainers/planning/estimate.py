@@ -210,7 +210,7 @@ def model_facts(problems: list[str], trainer: BaseTrainer, num_devices: int, dou
 
 def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int, doubts: list[str]) -> Facts:
     """Returns what is known of where the run begins."""
-    continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices))
+    continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices), doubts)
     found = attempt(problems, "init_from", lambda: first_parameters(trainer, doubts))
     attempt(problems, start_from.KEY, lambda: whole_state(trainer, doubts))
     read = attempt(problems, "frozen", lambda: frozen_weights(trainer, doubts))
@@ -222,6 +222,8 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
     """Returns {"step", "notes"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
     it is of another model or optimizer, or learned from other data, or by other rules."""
     found = going_on.newest(trainer.arguments.run_folder)
+    if lost := layout.lost(layout.named(trainer.arguments.run_folder) / CHECKPOINTS):
+        raise CheckpointUnavailableError(lost)
     if found is None:
         return None
     path, meta = found

@@ -128,6 +128,22 @@ def test_a_run_that_has_not_saved_yet_has_none(tmp_path, capsys):
     assert "no checkpoint in" in capsys.readouterr().out
 
 
+def test_what_was_committed_and_is_not_there_is_an_error_with_the_way_out(run_dir, capsys):
+    shutil.rmtree(saved(run_dir, 8))
+    (_, rows), (status, _) = ask(capsys, run_dir), (checkpoints.main([str(run_dir)]), None)
+    told = capsys.readouterr()
+    assert status == checkpoints.EXIT_DAMAGED
+    assert [row["step"] for row in rows if row["state"] == "whole"] == [4]
+    assert (
+        f"error: checkpoint 8 of this run was committed, and is not in {run_dir}/checkpoints: the newest there is 4; " in told.err
+    )
+    shutil.rmtree(run_dir / "checkpoints")
+    assert checkpoints.main([str(run_dir)]) == checkpoints.EXIT_DAMAGED
+    told = capsys.readouterr()
+    assert "no checkpoint in" not in told.out  # "yet" is not true of it
+    assert "there is no such folder; bring the storage back" in told.err
+
+
 def test_it_runs_as_a_command_without_jax(run_dir):
     code = "import sys; from orchestrator.commands.checkpoints import main; sys.exit(main(sys.argv[1:]) or 'jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)

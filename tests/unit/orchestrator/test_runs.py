@@ -13,6 +13,8 @@ import pytest
 
 from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
+from gangway.storage.opening import place_of
+from gangway.storage.row import Kept
 from orchestrator.commands import profile
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
@@ -23,6 +25,7 @@ from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import PATIENCE_S, wait_until
 from tests.saved import saved
+from trainers.checkpoint import layout
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
 
@@ -131,7 +134,20 @@ def test_what_is_damaged_is_reported_and_the_rest_is_shown(start, storage, capsy
     assert {problem.split()[0] for problem in run.problems} >= {"launch.json", "lease.json", "outcome.json"}
     assert run.metrics["loss"] == 2.5
     assert status.main([str(storage / "a")]) == 0
-    assert "launch.json cannot be read" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "launch.json cannot be read" in printed
+    assert printed == "".join(f"{line.rstrip()}\n" for line in printed.splitlines())  # no spaces to the right
+
+
+def test_a_checkpoint_that_was_committed_and_is_not_there_is_said(start, storage, capsys):
+    start("a")
+    status.main([str(storage / "a")])
+    assert "checkpoint  step 30\n" in capsys.readouterr().out
+    row = layout.row_of(place_of(storage / "a") / "checkpoints")
+    row.commit(row.newest().term, 30, Kept("30-1_0_00000000", ""))
+    status.main([str(storage / "a")])
+    said = "checkpoint  checkpoint 30 of this run was committed, and is not in"
+    assert said in capsys.readouterr().out
 
 
 def test_all_runs_of_a_storage_are_lines_those_that_go_on_first(start, storage, capsys):

@@ -121,10 +121,12 @@ def test_a_newest_checkpoint_that_somebody_deletes_is_reported_once(take_up, tmp
     launch.store()
     launch._writer.flush(30)
     assert [launch.checkpoint_is_gone() for _ in range(3)] == [True, False, False]
+    assert launch.saved_there() == (None, f"the checkpoint of step 40 is gone from {folder}")
     (tmp_path / "checkpoints" / "60").mkdir(parents=True)
     launch.saved(60, str(tmp_path / "checkpoints" / "60"))
     launch._writer.flush(30)
     assert not launch.checkpoint_is_gone()
+    assert launch.saved_there() == (60, None)
 
 
 def test_a_storage_that_hangs_holds_up_nobody(take_up, tmp_path, monkeypatch):

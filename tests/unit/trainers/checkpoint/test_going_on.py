@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
@@ -89,6 +90,14 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path):
     (saved(tmp_path / "run", 6) / "manifest.json").unlink()
     path, meta = going_on.newest(str(tmp_path / "run"))
     assert (path.name.partition("-")[0], meta["batch_index"]) == ("3", 3)
+
+
+def test_the_plan_tells_of_a_checkpoint_that_was_committed_and_is_not_there(run, tmp_path):
+    shutil.copytree(run[0] / "run", tmp_path / "run")
+    shutil.rmtree(saved(tmp_path / "run", 6))
+    problems, facts = estimate.plan(arguments(tmp_path, max_num_steps=6), run[1]["lineage"][-1]["num_devices"])
+    assert problems == []  # the hosts may see it
+    assert "checkpoint 6 of this run was committed, and is not in" in facts["doubt"]
 
 
 def test_the_plan_tells_where_a_run_goes_on_and_what_has_changed(run):
