@@ -461,6 +461,17 @@ def pupil(run: Run, folder: Folder) -> None:
     assert run.line == pytest.approx(folder.run("line.yaml").line, abs=0.05)
 
 
+def mirrored(run: Run, folder: Folder) -> None:
+    module, key = sys.modules["mirrored"], jax.random.key(0)
+    images = np.arange(2 * 16 * 4 * 4 * 3, dtype=np.float32).reshape(2, 16, 4, 4, 3)
+    made = np.asarray(module.mirrored(images, key))
+    assert_equal(made, np.asarray(module.mirrored(images, key)))
+    turned = (made == images[..., ::-1, :]).all((2, 3, 4))
+    assert (turned != (made == images).all((2, 3, 4))).all()
+    assert 0 < turned.sum() < turned.size
+    assert run.metrics["eval_loss"] > 0
+
+
 BEGINS_WITH = {"another_line.yaml": ("line.yaml",), "pupil.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
@@ -490,6 +501,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         table,
         huber,
         halve,
+        mirrored,
     )
 }
 
