@@ -37,6 +37,7 @@ PARTS = (
         (
             *("trainers.base:BaseTrainer", "trainers.protocol:TrainerProtocol", "trainers.protocol:TrainerOutput"),
             *("trainers.protocol:StopReason", "trainers.protocol:CheckpointManagerProtocol", "trainers.loop.hooks:Hooks"),
+            "trainers.step.rng:key",
         ),
     ),
     Part(

@@ -10,7 +10,7 @@ import sys
 from gangway.program import GANGWAY, Parser, parser_of
 from orchestrator.gangway import COMMANDS
 
-HEAD = """# Every command
+HEAD = """# Commands
 
 `gangway COMMAND --help` shows the same. `gangway completion bash` writes what lets your shell complete all of it
 ([how](#gangway-completion)). `make files` writes this page from the code.

@@ -17,7 +17,7 @@ from tests.unit.config_keys import Key, every_key
 from trainers.config.arguments import TrainingArguments
 from trainers.optim import optimizers, schedules
 
-HEAD = """# Every key of a configuration
+HEAD = """# Configuration keys
 
 A configuration is a YAML file. It needs few of these keys, for each has a default, but for those that *must be given*. Beside the
 name of a key stand its type, what is allowed, and its default. Any of them can be changed on the command line, as

@@ -191,6 +191,14 @@ def test_a_program_that_the_text_names_without_its_arguments_is_there(code):
     assert importlib.util.find_spec(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
 
 
+def test_the_documents_call_each_command_by_its_name():
+    """`gangway run`, and not `python -m orchestrator.run`: only the page of commands and the map of the code have both."""
+    modules = {command.module.removesuffix(".__main__") for command in COMMANDS_OF_GANGWAY.values()}
+    pages = [path for path in DOCUMENTS if path.name not in ("commands.md", "architecture.md")]
+    found = {(path.name, module) for path in pages for module in re.findall(r"python -m ([\w.]+)", path.read_text())}
+    assert [row for row in sorted(found) if row[1] in modules] == []
+
+
 @pytest.mark.parametrize(
     "command",
     [

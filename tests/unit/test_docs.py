@@ -134,8 +134,23 @@ def test_the_menu_of_the_site_has_each_page_once():
     assert pages == sorted([*(path.name for path in site.DOCS.glob("*.md")), *site.BESIDE.values()])
 
 
+def test_each_page_has_the_title_that_the_menu_gives_it():
+    menu = tomllib.loads((site.DOCS / "site" / "zensical.toml").read_text())["project"]["nav"]
+    titles = {page: title for item in menu for title, value in item.items() for title, page in titled(title, value)}
+    beside = {page: ROOT / name for name, page in site.BESIDE.items()}
+    headed = {page: beside.get(page, site.DOCS / page).read_text().partition("\n")[0] for page in titles}
+    assert headed == {page: f"# {title}" for page, title in titles.items()} | {"index.md": "# gangway"}
+
+
+def titled(title, value):
+    """The pages below an entry of the menu, with their titles."""
+    if isinstance(value, str):
+        return [(title, value)]
+    return [pair for item in value for inner, page in item.items() for pair in titled(inner, page)]
+
+
 def pages_of(value):
-    return [value] if isinstance(value, str) else [page for item in value for inner in item.values() for page in pages_of(inner)]
+    return [page for _, page in titled("", value)]
 
 
 def test_links_between_documents_are_links_between_pages(tmp_path):

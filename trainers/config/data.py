@@ -113,7 +113,7 @@ class DataConfig(SourceConfig):
     dataset: str = "trainers.data.sources.text:text_windows"
     """`package.module:function` (arguments) -> (training data, held-out data)."""
     prepared: str | None = None
-    """A folder of `python -m trainers.prepare`, which has the tokens of the sources of this section. null: they are made when
+    """A folder of `gangway prepare`, which has the tokens of the sources of this section. null: they are made when
     training begins, and kept on each machine."""
     tokenizer: str | None = None
     """A folder of Hugging Face, a file `tokenizer.json`, or `bytes`. null: that of `model.pretrained` if the folder has one, or

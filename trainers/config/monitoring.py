@@ -89,8 +89,8 @@ class DistributionConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
-    """Windows of steps that JAX's profiler records; more at any time by `python -m
-    orchestrator.commands.profile`. Skips, then `repeat` times: waits, warms up, records."""
+    """Windows of steps that JAX's profiler records; more at any time by `gangway profile`.
+    Skips, then `repeat` times: waits, warms up, records."""
 
     record_steps: int | None = None
     """null: nothing is recorded on schedule."""

@@ -69,7 +69,7 @@ class PreferenceConfig(Section):
     reference: Literal["frozen", "base", "columns"] | None = None
     """Of `dpo` and `ipo`: where the log-probabilities of the reference come from. `frozen`: the model `frozen.reference`. `base`:
     the model under the adapters of `lora`. `columns`: the columns `ref_chosen_logps` and `ref_rejected_logps` of the data, which
-    `python -m trainers.reference` writes. null: `base` with `lora`, else `frozen`."""
+    `gangway reference` writes. null: `base` with `lora`, else `frozen`."""
 
     def __post_init__(self):
         require_none(self._problems())

@@ -20,7 +20,7 @@ class InitConfig(Section):
 
     path: str
     """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, a
-    file that `python -m trainers.export` wrote, a folder of Hugging Face with a decoder of one of the families, or with `lora`
+    file that `gangway export` wrote, a folder of Hugging Face with a decoder of one of the families, or with `lora`
     the folder of an adapter of PEFT. Each may lie in a bucket: `s3://` and `gs://`."""
     include: tuple[str, ...] = ()
     """Which parameters of the model are taken from there: regular expressions that are searched in names such as
