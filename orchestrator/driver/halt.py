@@ -162,13 +162,12 @@ def write_stacks(folder: Place, texts: Mapping[int, str]) -> None:
 
 
 def final_error(failure: Failure, reason: str, logs: str) -> str:
-    """Returns the final message for the user: the failure, where it arose in the user's code, and why the run ends; then the
-    lines of the user's code, or else the whole traceback or the end of the log. `logs`: the folder that has all of them."""
+    """Returns the final message for the user: the failure, with where it arose in the user's code, and why the run ends; then
+    the lines of the user's code, or else the whole traceback or the end of the log. `logs`: the folder that has all of them."""
     exception = failure.exception or {}
     own = exception.get("user_traceback")
     details = own or exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
-    frame = f"\nin your code: {exception['user_frame']}" if exception.get("user_frame") else ""
-    text = f"{failure.summary}{frame}\ngiving up: {reason}"
+    text = f"{failure.summary}\ngiving up: {reason}"
     # These exceptions explain themselves in their message: a traceback would hide it.
     if exception.get("deterministic") or exception.get("kind") == "data" or exception.get("type") == CodeMissingError.__name__:
         details = ""

@@ -63,9 +63,11 @@ class PostMortem:
         return broken_device_in(self.log_tail) if self.exited and self.exception is None else None
 
     @property
-    def crashed_at(self) -> str | None:
-        """The line that it was in as it crashed, such as `/home/me/model.py, line 12, in __call__`: of the user's code, if any of
-        that was called. None if it did not crash, or has left no stack."""
+    def failed_at(self) -> str | None:
+        """The line of the user's code in which it failed, such as `/home/me/model.py, line 12, in __call__`; of a crash that
+        called none of that, a library's. None if it is not known."""
+        if frame := (self.exception or {}).get("user_frame"):
+            return str(frame).partition(": ")[0]
         text = "\n".join(self.log_tail).rpartition(CRASHED)[2] if self.signal is not None else ""
         found = FRAME.findall(text)
         line = next((each for each in found if is_of_user(each[0])), found[0] if found else None)
@@ -124,7 +126,7 @@ def describe(post_mortem: PostMortem, agent_lost: bool) -> dict[str, Any]:
         "step": post_mortem.last_step,
         "exit_code": post_mortem.exit_code,
         "signal": _signal_name(post_mortem.signal) if post_mortem.signal is not None else None,
-        "line": post_mortem.crashed_at,
+        "line": post_mortem.failed_at,
         "hint": _hint(post_mortem, agent_lost),
         "exception": dict(post_mortem.exception) if post_mortem.exception else None,
         "log_tail": list(post_mortem.log_tail) or None,
@@ -134,18 +136,18 @@ def describe(post_mortem: PostMortem, agent_lost: bool) -> dict[str, Any]:
 
 def _summary(post_mortem: PostMortem, agent_lost: bool) -> str:
     at = f" at step {post_mortem.last_step}" if post_mortem.last_step is not None else ""
+    where = f", in {post_mortem.failed_at}" if post_mortem.failed_at else ""
     if post_mortem.exception is not None:
         message = str(post_mortem.exception.get("message", "")).strip().splitlines()
         what = (
             "a device failed" if post_mortem.exception.get("kind") == "device" else post_mortem.exception.get("type", "exception")
         )
-        return f"host {post_mortem.host}: {what}{at}" + (f": {message[0]}" if message else "")
+        return f"host {post_mortem.host}: {what}{at}" + (f": {message[0]}" if message else "") + where
     if agent_lost:
         return f"host {post_mortem.host}: its agent is gone{at} (machine, node or agent process lost)"
     if post_mortem.broken_device is not None:
         return f"host {post_mortem.host}: a device failed{at}: {post_mortem.broken_device.strip()}"
     if post_mortem.signal is not None:
-        where = f", in {post_mortem.crashed_at}" if post_mortem.crashed_at else ""
         return f"host {post_mortem.host}: training process ended by {_signal_name(post_mortem.signal)}{at}{where}"
     return f"host {post_mortem.host}: training process ended with status {post_mortem.exit_code}{at}, before training was done"
 

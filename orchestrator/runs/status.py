@@ -25,6 +25,7 @@ from gangway.storage.opening import place_of
 from gangway.storage.row import CHECKPOINTS
 from gangway.terminal import nobody_looks
 from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
+from orchestrator.reporting.text import action_of
 from orchestrator.runs import incidents, overview
 from orchestrator.runs.overview import Overview
 from trainers.checkpoint import layout
@@ -178,12 +179,14 @@ def _lost(run: Overview) -> str:
 
 
 def _incidents(run: Overview) -> str:
-    """Returns how many there were, and why the newest one came."""
+    """Returns how many there were, why the newest one came, and what was done about it."""
     newest = None
     with suppress(OSError, documents.StorageError):  # the number is known all the same
         newest = next(reversed(incidents.of_run(run.folder)), None) if run.num_incidents else None
-    why = "" if newest is None else sentence(str(newest.evidence.get("summary", "")))
-    return f"{run.num_incidents}" + (f"; the newest: {printable(why)}" if why else "")
+    if newest is None:
+        return str(run.num_incidents)
+    why, then = str(newest.evidence.get("summary", newest.kind)), action_of(newest.to_dict())
+    return f"{run.num_incidents}; the newest: {sentence(why)} → {sentence(then)}"
 
 
 def _step(run: Overview) -> str:
