@@ -30,7 +30,7 @@ DELETED_AT_ONCE = 1000
 """Objects: what one request of S3 takes."""
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.I)
 _STATUS = re.compile(r"status code: (\d{3})|\b(4\d\d|5\d\d) [A-Z][a-z]+")
-_FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|NotEnoughSpace")
+_FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|NotEnoughSpace", re.I)
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|/latest/api/token|/latest/meta-data|computeMetadata|metadata\.google")
 _PASSES = re.compile(r"RequestTimeout|SlowDown|ConditionalRequestConflict|OperationAborted")
 """Codes of answers in the 400s that pass."""
@@ -283,8 +283,9 @@ class ObjectStore(Store):
         kinds: list[tuple[Any, type[StorageProblem], int, str]] = [
             (_NO_CREDENTIALS.search(text), StorageRefused, errno.EACCES, f"no credentials were found; {self._advice}"),
             (NO_BUCKET.search(text), StorageRefused, errno.ENOENT, "there is no such bucket: create it, or correct the name"),
-            (denied, StorageRefused, errno.EACCES, f"access is refused ({line}); {self._advice}"),
+            # Before `denied`: some stores say so with 403.
             (_FULL.search(text) or status == 507, StorageFull, errno.ENOSPC, line),
+            (denied, StorageRefused, errno.EACCES, f"access is refused ({line}); {self._advice}"),
             (status == 416 or "Invalid range" in text, StorageRefused, errno.ERANGE, line),
             (elsewhere, StorageRefused, errno.EINVAL, ELSEWHERE),
             (isinstance(error, exceptions.NotSupportedError | NotImplementedError), StorageRefused, errno.ENOTSUP, line),

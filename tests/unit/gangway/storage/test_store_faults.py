@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from obstore.exceptions import PermissionDeniedError
 
 from gangway.storage.local_store import LocalStore, problem_of
 from gangway.storage.object_store import Limits
@@ -172,6 +173,20 @@ def test_the_errors_of_a_folder_are_of_the_same_three_kinds(number, kind, tmp_pa
     for ask in (ask for name, ask in asks.items() if not name.startswith("delete")):
         with pytest.raises(kind, match=os.strerror(number)):
             ask(store)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("status code: 507 Insufficient Storage: <Code>XMinioStorageFull</Code>", StorageFull),
+        # Some stores answer so, and no other credentials would help.
+        ("status code: 403 Forbidden: <Code>QuotaExceeded</Code>", StorageFull),
+        ('status code: 403 Forbidden: {"reason": "quotaExceeded"}', StorageFull),
+        ("status code: 403 Forbidden: <Code>AccessDenied</Code>", StorageRefused),
+    ],
+)
+def test_a_bucket_whose_quota_is_used_up_is_full(answer, kind):
+    assert type(memory_store().problem_of(PermissionDeniedError(f"Server returned non-2xx {answer}"), "a")) is kind
 
 
 def test_what_was_asked_is_counted():
