@@ -320,10 +320,10 @@ class EventHandler:
     def _on_warning(self, host: int, event: SaveFailed | Notice | MachineNotice) -> None:
         if event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
-        else:
+        elif host == 0:  # one line is enough: a save fails on all hosts or on none
             failed = f"the checkpoint of step {event['step']} failed"
             self.launch.progress.save_problem = f"{failed}: {event['error']}"
-            self.note(f"host {host}: {failed}, training goes on and tries again: {event['error']}", "warning")
+            self.note(f"{failed}, and is tried again: {event['error']}", "warning")
 
     def _on_profile(self, host: int, event: Profile) -> None:
         if event["problem"] is None:

@@ -241,7 +241,7 @@ def lines(event: events.Event) -> list[str]:
         case "saved":
             found = [f"saved step {event['step']} in {event['path']}"]
         case "save_failed":
-            found = [f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"]
+            found = [f"the checkpoint of step {event['step']} failed, and is tried again: {event['error']}"]
         case "restored":
             found = [f"checkpoint {bad['step']} was not used: {bad['why']}" for bad in event["skipped"]]
             found.append(f"the state of step {event['step']} is restored")

@@ -15,7 +15,7 @@ from trainers.console import view
         ({"ev": "preview", "step": 3, "previews": [{"prompt": "a", "text": "b\n"}]}, ["step 3  'a' -> 'b\\n'"]),
         (
             {"ev": "save_failed", "step": 3, "error": "no room"},
-            ["the checkpoint of step 3 failed, training goes on and tries again: no room"],
+            ["the checkpoint of step 3 failed, and is tried again: no room"],
         ),
         (
             {"ev": "restored", "step": 3, "skipped": [{"step": 5, "why": "it is damaged"}]},
