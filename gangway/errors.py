@@ -84,7 +84,7 @@ class NotConfiguredError(UsageError):
 
 
 class SaveFailedError(Exception):
-    """The last state of a run could not be saved: the run has not succeeded."""
+    """A state could not be saved as long as it was held: the run has not succeeded. To train its steps again would not help."""
 
 
 class CodeMissingError(ImportError):
@@ -165,6 +165,8 @@ def kind_of(error: BaseException) -> FailureKind:
         return {"kind": "out_of_memory", "deterministic": error.deterministic}
     if isinstance(error, DesyncError):
         return {"kind": "desync", "deterministic": False, "batch_indices": error.batch_indices}
+    if isinstance(error, SaveFailedError):
+        return {"kind": "storage", "deterministic": True}
     kind, mistake = _kind_and_mistake(error)
     return {"kind": kind, "deterministic": False, "mistake": True} if mistake else {"kind": kind, "deterministic": False}
 
@@ -253,7 +255,6 @@ COMPILER = os.path.join("jax", "_src", "compiler.py")
 KIND_OF_TYPE: dict[type[BaseException], str] = {
     NonFiniteLossError: "non_finite",
     LossSpikeError: "loss_spike",
-    SaveFailedError: "storage",
     CheckpointUnavailableError: "storage",
     DataUnavailableError: "data",
     TransientError: "transient",

@@ -227,6 +227,7 @@ def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
         driver_term=orders.get("driver_term", 0),
         generation=orders["generation"],
         time_used_s=orders.get("time_used_s", 0.0),
+        retry_for_s=orders.get("retry_for_s"),
     )
     runtime.install(host)
     # Before `join`: a stop or a notice that comes while the hosts wait for each other is not lost.

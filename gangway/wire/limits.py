@@ -16,6 +16,8 @@ FIRST_STEP = "first_step"
 """The watchdog's name for STEPS before the end of the first step."""
 SAVE = "save"
 """The watchdog's name for a save in flight, whatever the process does beside it."""
+RETRY_FOR_S = 1800.0
+"""How long what may pass by itself is tried again: the default of `driver.restart.retry_for_s`."""
 SILENCE = "silence"
 """What a process is in that reports nothing."""
 
@@ -65,7 +67,8 @@ class Phase:
     label: str
     """The state that the console shows while the least advanced host is in it."""
     limit: str | None = None
-    """The setting of `driver.watchdog` with its limit; None: the limit follows from the step times."""
+    """The setting of `driver.watchdog` with its limit; None: that of `train` follows from the step times, and `hold` ends by
+    itself (`driver.restart.retry_for_s`)."""
     before_first_step: bool = False
 
 
@@ -79,6 +82,7 @@ PHASES: Mapping[str, Phase] = {
     "preview": Phase("evaluation", "generating previews", "preview_s"),
     "diagnose": Phase("detection", "diagnosing", "compile_s"),
     "save": Phase("checkpoint", "saving", "save_s"),
+    "hold": Phase("checkpoint", "waiting for room", None),
     "finish": Phase("finish", "finishing", "finish_s"),
 }
 """In the order of a start. A gang is in the phase of its least advanced host."""

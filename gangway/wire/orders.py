@@ -78,6 +78,8 @@ class Start(Member):
     """Absent: 0, no driver."""
     time_used_s: NotRequired[float]
     """The seconds of the `time_limit` that the run has used. Absent: 0."""
+    retry_for_s: NotRequired[float]
+    """How long a state is held that the storage does not take. Absent: RETRY_FOR_S."""
     limits: NotRequired[Mapping[str, Any]]
     """For the agent: how long the process may stay without progress."""
     shown_lines: NotRequired[int]

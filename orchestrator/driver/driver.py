@@ -308,6 +308,7 @@ class Driver:
             "committed_step": launch.progress.committed_step,
             "driver_term": launch.lease.driver_term,
             "time_used_s": launch.progress.time_used.seconds(self.clock()),
+            "retry_for_s": self.config.driver.restart.retry_for_s,
             "limits": self.config.driver.watchdog.orders(),
         }
         # Recorded before the orders are sent. If the write is lost with this driver, the agents' own orders are the record.

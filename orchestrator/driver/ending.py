@@ -61,7 +61,8 @@ def ending(result: Mapping[str, Any], failure: TrainingFailed | None, requested:
     if failure is None and StopReason(result["stop_reason"]).finished:
         return Ending("finished", None, None)
     if failure is not None and not isinstance(failure, StoppedOnRequest):
-        return Ending("failed", str(failure), _line(progress, "of the error above") if requested else None)
+        line = _line(progress, progress.why_not_saved or "of the error above")
+        return Ending("failed", str(failure), line if requested or (progress.why_not_saved and progress.lost) else None)
     error = None if failure is None else str(failure)
     if progress.lost and (failure is not None or result["stop_reason"] != StopReason.TIME_LIMIT):
         why = progress.why_not_saved or error or "the trainer has reported no checkpoint of its last step"

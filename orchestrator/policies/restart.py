@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gangway.config.section import Section, require
+from gangway.wire.limits import RETRY_FOR_S
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 
@@ -48,9 +49,11 @@ class RestartPolicy(Section):
     (`retry_for_s`)."""
     max_preemptions: int = 100
     """The limit for preemptions, which do not count as failures."""
-    retry_for_s: float = 1800.0
+    retry_for_s: float = RETRY_FOR_S
     """For how long failures that may pass by themselves are retried: data, network or storage that does not answer, and most
-    failures before the first step. Counted from the first of an unbroken series of such failures. 0: no retry."""
+    failures before the first step. Counted from the first of an unbroken series of such failures. So long, too, a state that is
+    complete is held while the storage does not take it, and a start waits for room for a checkpoint; `gangway train` goes by it
+    as well. 0: no retry."""
     backoff_initial_s: float = 1.0
     """The back-off before the second restart without progress (the first restart is immediate). It doubles each time."""
     backoff_max_s: float = 60.0
@@ -81,6 +84,8 @@ class GiveUp:
 def decide(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | GiveUp:
     """Decides about the last failure of `history` (all failures of the launch, oldest first; at least one)."""
     last = history[-1]
+    if last.deterministic and last.kind == FailureKind.STORAGE_ERROR:
+        return GiveUp("the storage did not take the state: nothing is trained again because of that")
     if last.deterministic:
         return GiveUp("the program says that this error cannot go away by itself")
     if len(history) > 1 and _will_repeat(history):

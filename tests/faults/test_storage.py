@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
 
+from gangway.storage.row import WriterTerm
 from tests.programs import checkpointing
+from tests.unit.training import trainer
+from trainers import runtime
 from trainers.checkpoint import layout
 from trainers.checkpoint.array_io import ArrayFiles
+from trainers.loop import saver
 
 # When one array cannot be written, the writers of the others call back to a loop that Orbax has closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -74,6 +79,46 @@ def test_a_disk_that_fills_while_saving_costs_that_save_only(small_disk, monkeyp
     assert checkpointing.names(manager.folder) == ["1"]
     (small_disk / "ballast").unlink()
     check_made_good(manager, 2)
+
+
+def test_room_is_looked_for_before_the_first_step_and_what_a_killed_save_has_left_is_in_nobodys_way(small_disk):
+    driven = checkpointing.manager(small_disk / "checkpoints", term=WriterTerm(2, 1))
+    shapes = checkpointing.abstract(checkpointing.state(1, ROWS))
+    assert driven.no_room(shapes) == ""
+    fill(small_disk, leave_mb=6)
+    assert re.match(rf"no room in {driven.folder}: 9\.\d MiB needed, [56]\.\d MiB free; free some", driven.no_room(shapes))
+    # As a process leaves it that was killed while it saved; the next generation finds it.
+    left = small_disk / "checkpoints" / "3-2_1_00000000"
+    left.mkdir()
+    os.rename(small_disk / "ballast", left / "state")
+    later = checkpointing.manager(small_disk / "checkpoints", term=WriterTerm(2, 2))
+    assert (later.no_room(shapes), left.exists()) == ("", False)
+
+
+def test_a_run_waits_for_room_before_its_first_step_and_with_its_last_state_and_trains_no_step_twice(small_disk, monkeypatch):
+    monkeypatch.setattr(saver, "LOOK_EVERY_S", 0.01)
+    told, waits = [], []
+
+    def send(event):
+        told.append(event)
+        if event == {**event, "ev": "phase", "phase": "hold"}:
+            waits.append([event["ev"] for event in told if event["ev"] in ("first_step", "save_failed")])
+            (small_disk / "ballast").unlink()
+        elif event["ev"] == "first_step":
+            fill(small_disk, leave_mb=3)
+
+    before = runtime.current()
+    runtime.install(runtime.Runtime(send))
+    try:
+        fill(small_disk, leave_mb=3)
+        made = trainer(small_disk, max_num_steps=6, checkpoint={})
+        made.train()
+    finally:
+        runtime.install(before)
+    assert made.output.checkpoint_path
+    assert [event["step"] for event in told if event["ev"] in ("first_step", "saved")] == [1, 6]
+    assert [event["error"][:7] for event in told if event["ev"] == "save_failed"] == ["no room"]
+    assert waits == [[], ["first_step", "save_failed"]]
 
 
 def test_a_disk_that_became_read_only_is_named(small_disk):

@@ -209,13 +209,12 @@ def obstacle(folder: Place, num_bytes: int) -> str:
     """Returns why a state of `num_bytes` cannot be saved in `folder` now; empty if it can. A bucket is not asked: it has room,
     and whether it answers shows as it is written to."""
     try:
-        free, needed = folder.store.room(), int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
-        if free is None:
+        if not folder.store.is_local:
             return ""
         if not folder.is_dir():
             return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
-        if free < needed:
-            return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
+        if full := no_room(folder, num_bytes):
+            return full
         # Free space does not tell whether a quota is used up, or whether the folder may be written to.
         probe = folder / durable.beside(Path("probe")).name
         try:
@@ -225,6 +224,15 @@ def obstacle(folder: Place, num_bytes: int) -> str:
     except OSError as error:
         return unwritable(folder, error)
     return ""
+
+
+def no_room(folder: Place, num_bytes: int) -> str:
+    """Returns that a state of `num_bytes` has no room in `folder`, which need not be there yet; empty if it has, or if nobody can
+    tell. Raises OSError."""
+    free, needed = folder.store.room(), int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
+    if free is None or free >= needed:
+        return ""
+    return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
 
 
 def unwritable(folder: Place, error: Exception) -> str:

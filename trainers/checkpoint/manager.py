@@ -24,13 +24,15 @@ from trainers.checkpoint import layout, manifest, model_only, trial
 from trainers.checkpoint.commit import CommitError
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.fingerprints import MeasuredState, Measurement
-from trainers.checkpoint.ownership import Ownership
+from trainers.checkpoint.ownership import Ownership, StorageCheck
 from trainers.checkpoint.restorer import Accept, Restored, Restorer
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.savers import ModelSaver, StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
+from trainers.checkpoint.validate import num_bytes_of
 from trainers.config.arguments import TrainingArguments
+from trainers.runtime import multihost
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
 
@@ -69,6 +71,7 @@ class CheckpointManager:
         self._saver = StateSaver(self._owner, self._course, self._tidier, on_saved=on_saved, on_failed=on_failed)
         self._models = ModelSaver(self._owner, self._tidier, note)
         self._restorer = Restorer(self._owner, self._course, self._measured, note)
+        self._room = StorageCheck()
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any], *, patient: bool = False) -> None:
         """Starts a save; returns when the arrays were copied, so that `state` may be donated at once.
@@ -164,6 +167,29 @@ class CheckpointManager:
     def problem(self) -> str:
         """Why the last save that failed did."""
         return self._saver.problem
+
+    def no_room(self, state: TrainState) -> str:
+        """Returns that the storage has no room for a checkpoint of such a state, the same on all hosts, which must all call this;
+        empty if it has, or if nobody can tell, as of a bucket. `state` may be shapes."""
+        num_bytes = num_bytes_of(state)
+        problem = self._no_room(num_bytes)
+        # What a save that was cut short has left may be what is in the way.
+        if problem and not self._owner.claim(self._storage_patience_s):
+            if jax.process_index() == 0:
+                self._owner.clear_leftovers()
+            problem = self._no_room(num_bytes)
+        return problem
+
+    def _no_room(self, num_bytes: int) -> str:
+        try:
+            problem = self._room.ask(lambda: layout.no_room(self.folder, num_bytes), self._storage_patience_s)
+        except OSError as error:
+            problem = layout.unwritable(self.folder, error)
+        return multihost.first_problem(multihost.all_hosts("room", problem))
+
+    def overtaken(self) -> str:
+        """Returns that another driver has the run, the same on all hosts, which must all call this; empty if not known."""
+        return multihost.from_host0("overtaken", self._owner.overtaken() if jax.process_index() == 0 else "")
 
     @property
     def unsavable(self) -> str:

@@ -124,6 +124,15 @@ class Ownership:
             return f"it is not known whether another driver has this run ({error}): nothing is committed"
         if newest.damaged and self._writer > NO_DRIVER:
             return f"it is not known whose the run is ({newest.damaged}): nothing is committed until a driver takes it over"
+        return self._overtaken(newest)
+
+    def overtaken(self) -> str:
+        """Returns that another driver has the run: no later try can commit either. Empty if that is not known. For host 0."""
+        with suppress(OSError, StorageError):
+            return self._overtaken(self._row.newest())
+        return ""
+
+    def _overtaken(self, newest: Record) -> str:
         return str(OvertakenError(self._writer, newest)) if newest.term > self._writer > NO_DRIVER else ""
 
     def at(self, step: int) -> Place:

@@ -50,4 +50,5 @@ def shapes(state: Any) -> dict[str, str]:
 
 
 def num_bytes_of(state: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    """`state` is a tree of arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -1,8 +1,8 @@
 """Trains in this one process, without Ray.
 
 CONFIG is a file as the orchestrator reads it. The sections that concern machines have no meaning here, but a wrong key in them
-is refused. Overrides are as there, such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a
-second one ends the command at once.
+is refused; `driver.restart.retry_for_s` alone counts: so long it waits for room on the storage. Overrides are as there, such as
+`max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a second one ends the command at once.
 Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong; 3 stopped on request, state saved.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from gangway.config import yaml_source
 from gangway.config.masking import masked
 from gangway.config.yaml_source import ConfigError
-from gangway.errors import TransientError, UsageError, user_frame, user_traceback
+from gangway.errors import SaveFailedError, TransientError, UsageError, user_frame, user_traceback
 from gangway.first_line import say
 from gangway.program import command
 from gangway.program import parser as command_parser
@@ -39,7 +39,7 @@ from trainers.console.screens import CONSOLE_LOG, Console, LoggedConsole, added_
 from trainers.console.view import for_console
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.settings import ARGUMENTS_CLASS, read
+from trainers.settings import ARGUMENTS_CLASS, load
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
@@ -59,9 +59,10 @@ def main() -> int:
     allow_for_forced_devices(os.environ)
     log: Path | None = None
     try:
-        arguments = read(options.config, options.overrides)
-        log = Path(arguments.run_folder, CONSOLE_LOG)
-        output = train(arguments, began_s)
+        settings = load(options.config, options.overrides)
+        retry_for_s = getattr(settings.machines["driver"].restart, "retry_for_s", None)  # all of a driver that counts here
+        log = Path(settings.training.run_folder, CONSOLE_LOG)
+        output = train(settings.training, began_s, retry_for_s)
     except Exception as error:  # the command's boundary: reported, with where it arose in the user's code
         return failed(error, log)
     print(result(output))
@@ -90,8 +91,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
-    """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
+def train(arguments: TrainingArguments, began_s: float, retry_for_s: float | None = None) -> TrainerOutput:
+    """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock. `retry_for_s` is that
+    of `Runtime`."""
     from trainers.data import identity  # these import JAX
     from trainers.runtime.distributed import check_platform
 
@@ -109,7 +111,7 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     try:
         if (begun := going_on.newest(arguments.run_folder)) is not None:
             identity.check_ahead(begun[1], arguments)
-        trainer = build(arguments, on_event)
+        trainer = build(arguments, on_event, retry_for_s)
         first = header(arguments, trainer)
         console = with_files(arguments, console, began_s)
         folder = arguments.run_folder if is_url(arguments.run_folder) else str(Path(arguments.run_folder).absolute())
@@ -176,6 +178,9 @@ def failed(error: Exception, log: Path | None) -> int:
     it is there. Returns the exit status: 2 for an error that explains itself, 1 for one that needs its traceback."""
     frame = user_frame(error)
     is_explained = isinstance(error, UsageError | TransientError | ConfigError) or (isinstance(error, ValueError) and not frame)
+    if isinstance(error, SaveFailedError):
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
     print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
     if is_explained:
@@ -187,12 +192,12 @@ def failed(error: Exception, log: Path | None) -> int:
     return 1
 
 
-def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> Any:
+def build(arguments: TrainingArguments, on_event: Callable[[Event], None], retry_for_s: float | None = None) -> Any:
     from trainers import runtime
     from trainers.runtime import signals
 
     # A key of this launch alone: a later one may have other code, and finds a program by what it is traced to.
-    host = runtime.Runtime(on_event, program_key=uuid.uuid4().hex)
+    host = runtime.Runtime(on_event, program_key=uuid.uuid4().hex, retry_for_s=retry_for_s)
     runtime.install(host)
     # The loop then stops between two steps, with the state saved.
     signals.handle(host)

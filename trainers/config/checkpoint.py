@@ -47,6 +47,11 @@ class CheckpointConfig(Section):
     def __post_init__(self):
         require_none(self._problems())
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves that nobody stops."""
+        return self.save_at_end or any((self.save_steps, self.save_epochs, self.save_minutes))
+
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "save_steps", "save_epochs", "save_total_limit", "keep_best", "keep_every_steps")
         if self.start_from is not None and (not self.start_from or "://" in self.start_from):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
 from gangway.errors import CheckpointError, SaveFailedError
+from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint.weights import META
@@ -101,8 +104,52 @@ class DataState:
         return ""
 
 
-LAST_SAVE_PAUSES_S = (1.0, 5.0)
-"""Before each further try to save the last step."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a further try to save a state that is held; it doubles each time. What had no room is tried as soon as it has."""
+LOOK_EVERY_S, TELL_EVERY_S = 2.0, 60.0
+BY_A_PERSON = (StopReason.INTERRUPTED, StopReason.TERMINATED, StopReason.REQUESTED, StopReason.HEAD_LOST)
+"""Stop requests that end a wait. If its machine is to be taken away, the state is held as long as it is there."""
+LIMIT = "driver.restart.retry_for_s"
+
+
+class Held:
+    """A state that is held until the storage takes it. All hosts must call its methods alike.
+
+    `what` and `at_stake` are for people: what waits, and what is lost if it never succeeds. `no_room` is that of the manager.
+    `stopped`: for this reason it is to be saved, and so does not end the wait."""
+
+    def __init__(self, what: str, at_stake: str, no_room: Callable[[], str], stopped: str | None = None):
+        self._what, self._at_stake, self._no_room, self._stopped = what, at_stake, no_room, stopped
+        self._host, self._clock = runtime.current(), time.monotonic
+        self._end_s, self._pause_s, self._told_s = self._clock() + self._host.retry_for_s, FIRST_PAUSE_S, -math.inf
+
+    def wait(self, problem: str) -> None:
+        """Returns when the next try may succeed. `problem` is why the last one failed. Raises SaveFailedError, on all hosts, at
+        the end of the limit, and when a person asks for a stop."""
+        self._host.phase("hold")
+        due_s, was_full = self._clock() + self._pause_s, False
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        while True:
+            full, now_s = self._no_room(), self._clock()
+            # Each host has a clock of its own, and a signal may reach one alone.
+            answers = multihost.all_hosts("held state", [self._stop(), now_s >= self._end_s, now_s >= due_s])
+            stop = max(answer[0] for answer in answers)
+            is_over, is_due = any(answer[1] for answer in answers), all(answer[2] for answer in answers)
+            if not full and (was_full or (is_due and not is_over and not stop)):
+                return
+            if stop or is_over:
+                how = f"stopped on request ({stop})" if stop else f"tried for {self._host.retry_for_s:g} s ({LIMIT})"
+                raise SaveFailedError(f"{self._what}: {full or problem}; {how}; {self._at_stake}")
+            if now_s - self._told_s >= TELL_EVERY_S:
+                self._told_s = now_s
+                left = f"tried again for {max(0.0, self._end_s - now_s):.0f} s ({LIMIT}), and goes on by itself"
+                multihost.note_from_host0(f"{self._what} yet: {full or problem}; {left}")
+            was_full = bool(full)
+            time.sleep(LOOK_EVERY_S if full else min(LOOK_EVERY_S, max(0.05, due_s - now_s)))
+
+    def _stop(self) -> str:
+        reason = self._host.stop_reason
+        return str(reason) if reason in BY_A_PERSON and reason != self._stopped else ""
 
 
 @dataclass
@@ -173,21 +220,33 @@ class Saver:
 
     def finish(self, last: TrainState | None = None) -> int | None:
         """Waits for the save in progress, and returns the step of the last checkpoint. `last` is the state of the last step, if
-        its checkpoint must be there: a save of it that has failed is tried again after each of LAST_SAVE_PAUSES_S, since a
-        restart would have to train those steps anew. Raises SaveFailedError if it fails each time."""
-        manager, step = self.manager, self.info.batch_index
+        its checkpoint must be there: it is held, and a save of it that has failed is tried again, since a restart would have to
+        train those steps anew. Raises SaveFailedError if the storage does not take it in time."""
+        manager, held, stopped = self.manager, None, runtime.current().stop_reason
         # All hosts raise or none: a host that raised alone would leave the others in the next exchange.
-        pauses_s = iter(LAST_SAVE_PAUSES_S)
         while not self._ended(last):
-            if (pause_s := next(pauses_s, None)) is None:
-                why = getattr(manager, "problem", "")
-                raise SaveFailedError(
-                    f"training is over, but the checkpoint of its last step, {step}, could not be saved{why and f': {why}'}"
-                )
-            time.sleep(pause_s)
             assert last is not None
+            what = f"training is over, but the checkpoint of its last step, {self.info.batch_index}, could not be saved"
+            if gone := _asked(manager, "overtaken"):
+                raise SaveFailedError(f"{what}: {gone}; {self._at_stake()}")
+            held = held or Held(what, self._at_stake(), partial(_asked, manager, "no_room", last), stopped)
+            held.wait(getattr(manager, "problem", "") or "the save failed")
+            runtime.current().phase("save")
             self.save(last, patient=True)
         return multihost.from_host0("last checkpoint", manager.last_saved_step)
+
+    def wait_for_room(self, state: TrainState) -> None:
+        """Before the first step: returns when the storage has room for a checkpoint. `state` may be shapes. Raises
+        SaveFailedError if it has none in time."""
+        no_room = partial(_asked, self.manager, "no_room", state)
+        if problem := no_room():
+            what = f"step {self.info.batch_index + 1} is not trained, for no checkpoint could be saved"
+            Held(what, "nothing is lost; make room, and run the same command again", no_room).wait(problem)
+
+    def _at_stake(self) -> str:
+        step, saved = self.info.batch_index, self.manager.last_saved_step
+        kept, lost = "nothing is saved" if saved is None else f"saved is step {saved}", step - (saved or 0)
+        return f"{kept}, and {lost} step{'' if lost == 1 else 's'} are lost; make room, and run the same command again"
 
     def _ended(self, last: TrainState | None) -> bool:
         """Waits for the save in progress. Returns whether nothing is left to be saved."""
@@ -215,6 +274,12 @@ class Saver:
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
         self.data_state.restore(meta)
+
+
+def _asked(manager: Any, question: str, *about: Any) -> str:
+    """Returns the answer of a method that a user's own manager need not have; empty without one."""
+    method = getattr(manager, question, None)
+    return "" if method is None else method(*about)
 
 
 def _unsavable(problem: str) -> str:

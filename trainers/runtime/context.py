@@ -20,6 +20,7 @@ from typing import Any
 from gangway.stop_reason import StopReason
 from gangway.text import cut
 from gangway.wire.events import Event, MachineTakenAway, problem_of
+from gangway.wire.limits import RETRY_FOR_S
 from gangway.wire.orders import Profile
 
 MAX_VALUES = 10_000
@@ -95,6 +96,7 @@ class Runtime:
         driver_term: int = 0,
         generation: int = 0,
         time_used_s: float = 0.0,
+        retry_for_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self.send, self.clock, self.restore_path = send, clock, restore_from
@@ -114,6 +116,8 @@ class Runtime:
         self.time_used_s = time_used_s
         """The seconds of the `time_limit` that the run had used when this process got its orders, as the driver knows them. The
         same on all hosts."""
+        self.retry_for_s = RETRY_FOR_S if retry_for_s is None else retry_for_s
+        """How long a state is held that the storage does not take (`driver.restart.retry_for_s`)."""
         self.step = self.batch_index = 0
         """The steps completed and the batches drawn, and below, how many seconds the loop's thread has worked since the loop
         began, other than waiting for the device. The loop writes them, the heartbeat's thread reads them."""

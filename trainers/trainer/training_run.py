@@ -97,6 +97,8 @@ class TrainingRun:
         self.loop = loop = self.build_loop(resume, int(state.batch_index))
         if not resume.meta:  # what was restored could be saved
             loop.tried = self.saver.begin_trial(resume.abstract)
+        if self.arguments.checkpoint.saves and loop.agreement.requests.limits.reached(self.info) is None:
+            self.saver.wait_for_room(resume.abstract)
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = trainer.on_training_start(state)
         host.phase("train")

@@ -47,7 +47,7 @@ def test_what_the_orders_say_reaches_the_trainer(monkeypatch):
     class Trainer:
         def train(self):
             host = runtime.current()
-            seen.update({name: getattr(host, name) for name in ("time_used_s", "stop_at", "skip_batches", "committed_step")})
+            seen.update({name: getattr(host, name) for name in (*orders, "retry_for_s") if name != "generation"})
 
     monkeypatch.setattr(worker, "listen", lambda host: None)
     monkeypatch.setattr(worker, "join", lambda prepared, orders: Trainer())
@@ -57,9 +57,11 @@ def test_what_the_orders_say_reaches_the_trainer(monkeypatch):
         pipe = SimpleNamespace(send=sent.append)
         orders = {"generation": 0, "time_used_s": 12.5, "stop_at": 7, "skip_batches": [3], "committed_step": 4}
         worker.run(None, orders, pipe)
+        assert seen.pop("retry_for_s") == 1800.0
+        worker.run(None, {**orders, "retry_for_s": 9.0}, pipe)
     finally:
         runtime.install(before)
-    assert seen == {"time_used_s": 12.5, "stop_at": 7, "skip_batches": (3,), "committed_step": 4}
+    assert seen == {"time_used_s": 12.5, "stop_at": 7, "skip_batches": (3,), "committed_step": 4, "retry_for_s": 9.0}
     assert (sent[-1]["ev"], sent[-1]["stop_reason"]) == ("done", "max_steps")
 
 

@@ -160,6 +160,13 @@ def test_a_save_that_ends_is_none_that_is_stuck(end):
     assert alarms(events, 150) == []
 
 
+def test_a_state_that_waits_for_its_storage_is_no_hang_and_each_try_to_save_it_has_the_limit_of_a_save():
+    end = {"ev": "save_failed", "step": 9, "error": "no room"}
+    events = [(1, FIRST_STEP), (2, saving(9)), (3, end), (3, phase("hold")), (2000, phase("save")), (2000, saving(9))]
+    assert alarms([*events, (2050, end), (2050, phase("hold"))], 4000, every_s=1) == []
+    assert alarms(events, 2061, every_s=1)[-1] == (2060, "save", "overdue")
+
+
 def test_a_loop_that_waits_for_a_save_may_wait_as_long_as_the_save():
     events = [(1, FIRST_STEP), (2, step(2)), (3, saving(2)), (50, saved(2)), (55, step(3))]
     assert alarms(events, 58) == []

@@ -108,6 +108,10 @@ def test_a_run_is_stopped_only_if_what_it_has_trained_is_saved(reason, failure, 
 
 def test_a_failure_that_nobody_has_asked_for_is_reported_by_its_error_alone():
     assert ending({}, TrainingFailed("a mistake"), None, Progress(15, 6)) == Ending("failed", "a mistake", None)
+    # Also where a save has failed, unless steps are lost by it.
+    assert ending({}, TrainingFailed("a mistake"), None, Progress(6, 6, "no room")).line is None
+    full = ending({}, TrainingFailed("not saved"), None, Progress(15, 6, "no room"))
+    assert full == Ending("failed", "not saved", "stopped at 15; saved at 6; 9 steps lost, because no room")
 
 
 # ---------------------------------------------------------------------- what the driver knows of it
@@ -171,13 +175,17 @@ def test_why_the_last_save_failed_is_known_until_a_later_one_succeeds(world):
     problems = []
 
     def fail():
-        next(iter(world.jobs.values())).processes[0].agent.tell({"ev": "save_failed", "step": 3, "error": "no room"})
+        for process in next(iter(world.jobs.values())).processes.values():
+            process.agent.tell({"ev": "save_failed", "step": 3, "error": "no room"})
 
     world.at(4.0, fail)
     for number in range(20):
         world.at(4.0 + number / 20, lambda: problems.append(launched.launch.progress.save_problem))
     launched.run()
     assert "the checkpoint of step 3 failed: no room" in problems
+    # One line, however many hosts there are.
+    shown = [event["message"] for event in launched.told() if "step 3 failed" in event.get("message", "")]
+    assert shown == ["the checkpoint of step 3 failed, and is tried again: no room"]
     assert launched.launch.progress.save_problem is None
 
 

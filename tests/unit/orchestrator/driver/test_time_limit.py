@@ -50,6 +50,7 @@ def test_the_processes_are_reported_how_much_is_used(world):
     first, second = (job.processes[0].orders["time_used_s"] for job in world.jobs.values())
     assert first == 0.0
     assert 2.0 < second < 4.0
+    assert {job.processes[0].orders["retry_for_s"] for job in world.jobs.values()} == {run.config.driver.restart.retry_for_s}
 
 
 def test_another_driver_goes_on_counting(world):

@@ -378,6 +378,12 @@ def test_addresses_in_messages_do_not_make_them_different():
     assert isinstance(decide(history, POLICY), GiveUp)
 
 
+def test_nothing_is_trained_again_because_the_storage_has_not_taken_the_state():
+    full = PastFailure(kind=FailureKind.STORAGE_ERROR, step=400, trained=True, deterministic=True, at_s=1.0)
+    assert decide([full], TIMED) == GiveUp("the storage did not take the state: nothing is trained again because of that")
+    assert isinstance(decide([dataclasses.replace(full, deterministic=False)], TIMED), Restart)
+
+
 def test_an_error_that_calls_itself_deterministic_is_not_tried_again():
     assert "cannot go away" in decide([user(deterministic=True)], POLICY).reason
 

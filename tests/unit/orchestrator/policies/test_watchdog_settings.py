@@ -22,13 +22,13 @@ def test_every_phase_that_training_tells_is_in_the_table():
 def test_every_limit_of_a_phase_is_a_setting_and_every_setting_is_used():
     limits = {phase.limit for phase in PHASES.values() if phase.limit is not None}
     assert limits == {field.name for field in dataclasses.fields(WatchdogConfig)} - NO_PHASE
-    assert [name for name, phase in PHASES.items() if phase.limit is None] == [STEPS]
+    assert [name for name, phase in PHASES.items() if phase.limit is None] == [STEPS, "hold"]
     assert next(iter(PHASES)) == FIRST_PHASE
 
 
 def test_the_limits_travel_by_the_names_of_the_phases():
     orders = WatchdogConfig(compile_s=40, silent_s=None).orders()
-    assert orders["phases"].keys() == PHASES.keys() - {STEPS}
+    assert orders["phases"].keys() == PHASES.keys() - {STEPS, "hold"}
     assert (orders["phases"]["diagnose"], orders["silent_s"]) == (40, None)
     _, limits = agent_start({"generation": 0, "limits": json.loads(json.dumps(orders))})
     assert limits == WatchdogConfig(compile_s=40, silent_s=None).limits()

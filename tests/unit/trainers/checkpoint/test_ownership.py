@@ -208,7 +208,9 @@ def test_a_trainer_is_reported_by_its_orders(tmp_path, events):
         trainer(tmp_path).train()
 
 
-def test_a_run_without_checkpoints_begins(tmp_path, events):
+def test_a_run_without_checkpoints_begins_and_needs_no_room(tmp_path, events, monkeypatch):
+    monkeypatch.setattr(layout, "no_room", lambda folder, num_bytes: "no room")
+    runtime.current().retry_for_s = 0
     made = trainer(tmp_path, checkpoint={"save_steps": None, "save_at_end": False}, max_num_steps=2)
     made.train()
     assert made.output.checkpoint_path is None
@@ -264,6 +266,7 @@ def test_a_generation_that_was_thought_dead_commits_nothing_beside_the_next(empt
     assert old.saved == [4]
     assert "the run belongs to driver term 1, generation 1 since record" in old.failed[0][1]
     assert "; this is driver term 1, generation 0" in old.failed[0][1]
+    assert (old.overtaken(), new.overtaken()) == (old.failed[0][1], "")
     new.save_now(8)
     assert new.saved == [8]
 

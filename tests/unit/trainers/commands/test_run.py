@@ -12,8 +12,10 @@ import jax
 import pytest
 
 import trainers.commands.run
+from gangway.errors import SaveFailedError
 from tests.programs.mistaken import mistake
 from tests.saved import saved
+from trainers import settings
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime import executables
@@ -71,8 +73,8 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run, tmp
     log = (folder / "console.log").read_text()
     assert log.count("a launch begins") == 2
     assert [line for line in printed.out.splitlines()[1:-1] if line not in log] == []
-    again = trainers.commands.run.read(str(folder / "config.yaml"))
-    assert again == trainers.commands.run.read(str(tmp_path / "alone.yaml"), [f"storage={tmp_path}", *second_run])
+    again = settings.read(str(folder / "config.yaml"))
+    assert again == settings.read(str(tmp_path / "alone.yaml"), [f"storage={tmp_path}", *second_run])
 
 
 def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
@@ -90,7 +92,7 @@ def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
 def test_settings_of_a_class_of_ones_own_are_kept_with_its_name(tmp_path):
     text = trainers.commands.run.settings_yaml(More(name="mine", max_num_steps=1, extra=3))
     (tmp_path / "config.yaml").write_text(text)
-    again = trainers.commands.run.read(str(tmp_path / "config.yaml"))
+    again = settings.read(str(tmp_path / "config.yaml"))
     assert again == More(name="mine", max_num_steps=1, extra=3, storage=os.path.abspath("runs"))
 
 
@@ -155,6 +157,11 @@ def test_an_error_in_a_users_data_is_reported_with_its_line(run):
     assert "trainers/commands/run.py" in Path(log).read_text()
 
 
+def test_a_state_that_could_not_be_saved_explains_itself_and_is_a_failure(capsys):
+    assert trainers.commands.run.failed(SaveFailedError("no room in /data"), None) == 1
+    assert capsys.readouterr().err == "error: no room in /data\n"
+
+
 def test_a_module_that_ends_the_process_is_no_success(run, tmp_path, monkeypatch):
     (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -184,8 +191,10 @@ def test_the_line_at_the_end(metrics, expected):
 @pytest.mark.parametrize(("reason", "status"), [("max_steps", 0), ("early_stopped", 0), ("interrupted", 3), ("time_limit", 3)])
 def test_the_exit_status_says_whether_the_training_is_over(run, monkeypatch, reason, status):
     output = TrainerOutput(None, None, None, None, StopReason(reason), {})
-    monkeypatch.setattr(trainers.commands.run, "train", lambda arguments, began_s: output)
-    assert run()[0] == status
+    limits = []
+    monkeypatch.setattr(trainers.commands.run, "train", lambda arguments, began_s, limit_s: limits.append(limit_s) or output)
+    assert run()[0] == run("driver.restart.retry_for_s=7")[0] == run("driver.restart.max_failures=7")[0] == status
+    assert limits == [None, 7.0, None]
 
 
 def test_a_trainer_of_the_protocol_alone_may_have_a_method_prepare(tmp_path):

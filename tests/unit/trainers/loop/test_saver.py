@@ -11,18 +11,29 @@ from gangway.errors import CheckpointError, SaveFailedError, kind_of
 from tests.unit.training import arguments, of, trainer
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import trial
+from trainers.loop import saver as saver_module
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
-from trainers.loop.saver import LAST_SAVE_PAUSES_S, Saver, TimeUsed
+from trainers.loop.saver import Saver, TimeUsed
+from trainers.runtime import Runtime, install
+
+FULL = "no room in /data: 9.0 MiB needed, 2.0 MiB free"
 
 
 class Manager:
     """Writes down what it is asked for."""
 
-    problem = unsavable = ""
+    problem = unsavable = gone = ""
+    works = False
 
     def __init__(self):
-        self.asked, self.last_saved_step = [], 3
+        self.asked, self.last_saved_step, self.rooms = [], 3, []
+
+    def overtaken(self):
+        return self.gone
+
+    def no_room(self, state):
+        return self.rooms.pop(0) if self.rooms else ""
 
     def __getattr__(self, name):
         return lambda *given, **named: self.asked.append((name, given, named))
@@ -52,12 +63,46 @@ def saver(tmp_path, events):
     )
 
 
+class Clock:
+    """A clock that only a sleep moves; `at` is what happens at which second."""
+
+    def __init__(self):
+        self.now_s, self.at = 0.0, {}
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+        for at_s in [at_s for at_s in self.at if at_s <= self.now_s]:
+            self.at.pop(at_s)()
+
+
 @pytest.fixture
-def slept(monkeypatch):
-    """How long it has waited, in seconds."""
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(saver_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def saves(clock, monkeypatch):
+    """When saves were tried, in seconds; they succeed where `works`."""
     found = []
-    monkeypatch.setattr("time.sleep", found.append)
+
+    def save(manager, step, *given, **named):
+        found.append(round(clock.now_s))
+        manager.last_saved_step = step if manager.works else manager.last_saved_step
+
+    monkeypatch.setattr(Manager, "save", save, raising=False)
     return found
+
+
+@pytest.fixture
+def host(events):
+    made = Runtime(events.append, retry_for_s=300.0)
+    install(made)
+    return made
 
 
 @pytest.mark.parametrize("patient", [True, False])
@@ -92,23 +137,31 @@ def test_a_checkpoint_that_became_complete_is_reported_to_the_callbacks_once(sav
     assert told == [(saver.info, saver.complete)]
 
 
-def test_at_the_end_the_last_step_must_have_been_saved(saver, slept):
+def test_at_the_end_the_last_step_must_have_been_saved(saver, host, saves):
     assert saver.finish() == 3
-    with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 5, could not be saved"):
+    saver.manager.problem = "the disk fails"
+    with pytest.raises(SaveFailedError) as caught:
         saver.finish("state")
+    assert str(caught.value) == (
+        "training is over, but the checkpoint of its last step, 5, could not be saved: the disk fails; tried for 300 s "
+        "(driver.restart.retry_for_s); saved is step 3, and 2 steps are lost; make room, and run the same command again"
+    )
+    # Nothing would be gained by training the steps again.
+    assert kind_of(caught.value) == {"kind": "storage", "deterministic": True}
+    assert saves == [1, 3, 7, 15, 31, 63, 123, 183, 243]
     saver.manager.last_saved_step = 5
     assert saver.finish("state") == 5
-    again = ["wait", "wait_for_save", "save"]
-    assert [name for name, _, _ in saver.manager.asked] == ["wait", *again, *again, "wait", "wait"]
-    assert slept == list(LAST_SAVE_PAUSES_S)
 
 
-def test_a_last_save_that_failed_is_tried_again_while_the_state_is_at_hand(saver, slept, monkeypatch):
-    monkeypatch.setattr(
-        Manager, "save", lambda self, step, *given, **named: setattr(self, "last_saved_step", step), raising=False
-    )
+def test_a_state_is_held_until_there_is_room_and_saved_at_once_then(saver, host, events, clock, saves):
+    saver.manager.rooms, saver.manager.problem = [FULL] * 65, f"host 0: {FULL}"
+    saver.manager.works = True
     assert saver.finish("state") == 5
-    assert slept == [1.0]
+    assert saves == [130]
+    assert [event["phase"] for event in of(events, "phase")] == ["hold", "save"]
+    what = f"training is over, but the checkpoint of its last step, 5, could not be saved yet: {FULL}; tried again for"
+    notes = [event["message"] for event in of(events, "note")]
+    assert notes == [f"{what} {left} s (driver.restart.retry_for_s), and goes on by itself" for left in (300, 240, 180)]
 
 
 def test_what_was_recorded_comes_back_and_at_the_beginning_there_is_nothing(saver, events):
@@ -126,10 +179,64 @@ def test_a_save_that_can_never_work_ends_the_run_at_once_and_for_good(saver):
     assert kind_of(caught.value)["deterministic"]
 
 
-def test_why_the_last_save_failed_is_said_at_the_end(saver, slept):
-    saver.manager.problem = "no room in /data"
-    with pytest.raises(SaveFailedError, match=r"its last step, 5, could not be saved: no room in /data"):
+@pytest.mark.parametrize(
+    ("earlier", "reason", "ended_s"),
+    [
+        (None, "terminated", 30),
+        (None, "requested", 30),
+        ("terminated", "terminated", 300),  # for this reason it is to be saved
+        (None, "preempted", 300),  # as long as there is a machine
+    ],
+)
+def test_a_person_who_asks_for_a_stop_ends_the_wait(saver, host, clock, saves, earlier, reason, ended_s):
+    saver.manager.rooms = [FULL] * 999
+    if earlier:
+        host.request_stop(earlier)
+    clock.at[30] = lambda: host.request_stop(reason)
+    with pytest.raises(SaveFailedError, match=rf"stopped on request \({reason}\)" if ended_s == 30 else "tried for 300 s"):
         saver.finish("state")
+    assert (clock.now_s, saves) == (ended_s, [])
+
+
+def test_a_person_who_asks_for_a_stop_as_there_is_room_again_gets_a_checkpoint(saver, host, clock, saves):
+    saver.manager.rooms, saver.manager.works = [FULL] * 15, True
+    clock.at[30] = lambda: host.request_stop("terminated")
+    assert saver.finish("state") == 5
+    assert saves == [30]
+
+
+@pytest.mark.parametrize(
+    ("other", "why", "tries"),
+    [(["requested", False, True], "requested", 0), (["", True, True], "300 s", 0), (["", False, False], "300 s", 0)],
+)
+def test_what_one_host_knows_counts_for_all(saver, host, saves, monkeypatch, other, why, tries):
+    monkeypatch.setattr(
+        "trainers.runtime.multihost.all_hosts", lambda topic, mine, *_: [mine, other if topic == "held state" else mine]
+    )
+    with pytest.raises(SaveFailedError, match=why):
+        saver.finish("state")
+    assert len(saves) == tries
+
+
+def test_a_host_whose_run_another_driver_has_holds_nothing(saver, host, clock, saves):
+    saver.manager.gone = "the run belongs to driver term 2"
+    with pytest.raises(SaveFailedError, match=r"could not be saved: the run belongs to driver term 2; saved is step 3"):
+        saver.finish("state")
+    assert (clock.now_s, saves) == (0, [])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_first_step_waits_for_room_for_its_checkpoint(saver, host, events, clock, stopped):
+    saver.wait_for_room("state")
+    assert (clock.now_s, events) == (0, [])
+    saver.manager.rooms = [FULL] * (999 if stopped else 6)
+    if stopped:
+        host.request_stop("terminated")
+        with pytest.raises(SaveFailedError, match=r"step 6 is not trained.*: no room in /data.*\(terminated\); nothing is lost"):
+            saver.wait_for_room("state")
+    else:
+        saver.wait_for_room("state")
+    assert clock.now_s == (0 if stopped else 10)
 
 
 def test_whether_a_state_can_be_saved_is_known_before_the_second_step_of_a_new_run(tmp_path, events, monkeypatch):
