@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ OF_SHELLS = dict.fromkeys(
         *("SHLVL", "SRANDOM", "TERM", "UID", "_", "VENV", "CONFIG", "HEAD_IP", "SLURM_*", "SRUN_*", "RAY_ADDRESS"),
         *("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "machines", "head", "workers", "address", "port", "dashboard"),
         *("probe", "shared", "start", "steps", "tries", "run", "asked", "status", "variable"),
+        *("folder", "on_machine", "ended", "ray"),
     ),
     "",
 )
@@ -71,6 +73,11 @@ def problems(config: JobConfig, request: Request) -> Iterator[str]:
     if not IN_SCRIPTS.fullmatch(os.path.relpath(request.out)):
         yield f"--out {str(request.out)!r}: expected letters, digits, '.', '_', '-' and '/', since it stands in commands"
     if request.to == "slurm":
+        if _is_of_one_machine(sys.prefix):
+            yield (
+                f"the environment of this command, {sys.prefix}: each machine has its own, and the hosts would run in it; "
+                "install gangway in a folder that all machines share, and deploy from there"
+            )
         return
     yield from path_problems(to_dict(config), os.getcwd())
     yield from _copied_secrets(config, request)
@@ -97,8 +104,12 @@ def _storage(config: JobConfig, request: Request) -> Iterator[str]:
             f"storage = {storage}: a folder of this machine, which the hosts of {request.to} do not share; "
             "set storage to a bucket: gs://... or s3://..."
         )
-    elif any(f"{storage}/".startswith(f"{folder}/") for folder in OF_ONE_MACHINE):
+    elif _is_of_one_machine(storage):
         yield f"storage = {storage}: each machine has its own; set storage to a folder that all machines share, or to a bucket"
+
+
+def _is_of_one_machine(path: str) -> bool:
+    return any(_is_below(path, folder) for folder in OF_ONE_MACHINE)
 
 
 def _options(request: Request) -> Iterator[str]:

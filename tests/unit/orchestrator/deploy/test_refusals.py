@@ -73,6 +73,13 @@ def test_what_is_missing_of_the_options_is_said(capsys, to, config, options, sai
     assert said in refusal(capsys, to, config, BUCKET, options=options)
 
 
+def test_an_environment_that_only_this_machine_has_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.prefix", "/tmp/me/venv")
+    said = refusal(capsys, "slurm", TINY, "storage=/shared/runs")
+    assert "the environment of this command, /tmp/me/venv: each machine has its own, and the hosts would run in it" in said
+    deploy("kuberay", GPU, BUCKET)  # an image brings its own
+
+
 def test_all_reasons_are_told_at_once(capsys):
     said = refusal(capsys, "kuberay", TPU, "storage=runs", "driver.address=10.0.0.1:6379", options=())
     assert "4 problems" in said

@@ -21,17 +21,20 @@ from tests.programs.processes import PATIENCE_S
 from tests.unit.orchestrator.deploy.of_configs import TPU, deploy
 
 TINY = ROOT / "configs" / "tiny.yaml"
-NOTED = 'echo "$(basename "$0") $*" >> "$CALLS"\n'
+NOTED = """echo "$(basename "$0") ${*//$'\\n'/; }" >> "$CALLS"\n"""
 SRUN = NOTED + 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 """Runs what it was given here, once."""
-RAY = f"""{NOTED}
+RAY = f"""echo "cpus ${{SRUN_CPUS_PER_TASK:-all}} of ${{SLURM_CPUS_ON_NODE:-}}" >> "$CALLS"
+{NOTED}
+for word in "$@"; do [[ $word == --temp-dir=* ]] && mkdir -p "${{word#--temp-dir=}}/session"; done
+[[ -z ${{NO_RAY:-}} ]] || exit 7
 [[ "$*" == *--head* ]] || exec sleep 60
 for word in "$@"; do [[ $word == --port=* ]] && port=${{word#--port=}}; done
 echo "token ${{#RAY_AUTH_TOKEN}} $RAY_AUTH_MODE" >> "$CALLS"
 exec {sys.executable} -S -c "import socket, sys, time
 listener = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)" "$port"
 """
-GANGWAY = f"""for ((i = 0; i < 500; i++)); do grep -q -e "ray start .*--address=" "$CALLS" && break; sleep 0.01; done
+GANGWAY = f"""for ((i = 0; i < 500; i++)); do grep -q -e "^ray start .*--address=" "$CALLS" && break; sleep 0.01; done
 {NOTED}
 echo "at $RAY_ADDRESS" >> "$CALLS"
 trap 'echo saved >> "$CALLS"; exit 3' TERM
@@ -86,9 +89,14 @@ class Slurm:
             time.sleep(0.01)
 
 
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(refusals, "OF_ONE_MACHINE", ())  # all machines of these allocations are this one
+
+
+@pytest.fixture
+def slurm(tmp_path):
     deploy("slurm", TINY, "storage=gs://my-bucket/runs")
     return Slurm(tmp_path)
 
@@ -102,7 +110,8 @@ def test_ray_starts_on_the_allocation_and_the_run_on_ray(slurm):
     assert "--nodelist=node1" in head
     assert f"--head --node-ip-address=127.0.0.1 --port={port} --dashboard-host=127.0.0.1" in head
     assert "--exclude=node1" in worker
-    assert "--nodes=1 --ntasks=1 --exclude=node1 --kill-on-bad-exit=0 --no-kill ray start" in worker
+    assert "--nodes=1 --ntasks=1 --exclude=node1 --kill-on-bad-exit=0 --no-kill bash -c" in worker
+    assert noted.count("\ncpus 2 of \n") == 2
     assert worker.endswith(f"--address=127.0.0.1:{port}")
     assert "token 64 token" in noted  # 32 bytes
     assert f"at 127.0.0.1:{port}" in noted
@@ -136,8 +145,11 @@ def test_the_status_of_the_run_is_that_of_the_job(slurm):
     assert slurm.run(STATUS="1")[0] == 1
 
 
-def test_nothing_of_ray_is_left(slurm):
-    slurm.run()
+@pytest.mark.parametrize(("status", "more"), [(0, {}), (1, {"STATUS": "1"}), (2, {"NO_RAY": "1"})])
+def test_nothing_of_ray_is_left(slurm, status, more):
+    assert slurm.run(**more)[0] == status
+    assert f"--temp-dir=/tmp/gangway-{slurm.number}" in "\n".join(slurm.noted())
+    assert not Path(f"/tmp/gangway-{slurm.number}").exists()
     left = subprocess.run(["pgrep", "-f", f"create_server.* {20000 + slurm.number % 5000}"], check=False)
     assert left.returncode == 1
 
@@ -149,9 +161,21 @@ def test_an_environment_that_is_not_there_is_named(slurm, tmp_path):
     assert not any("ray start" in line for line in slurm.noted())
 
 
-def test_the_storage_must_be_seen_by_every_machine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(refusals, "OF_ONE_MACHINE", ())
+def test_a_configuration_that_is_not_there_is_named(slurm, tmp_path):
+    (tmp_path / "deploy/slurm/config.yaml").unlink()
+    status, said = slurm.run()
+    assert status == 2
+    assert re.match(r"error: there is no \S+/config.yaml on .*: call gangway deploy in a folder that all machines share$", said)
+
+
+def test_the_environment_must_be_seen_by_every_machine(slurm, tmp_path):
+    programs(tmp_path / "fake", srun=f"{NOTED}[[ $* != *'test -x'* ]]\n")
+    status, said = slurm.run()
+    assert status == 2
+    assert f"VENV = {tmp_path}/venv: not every machine of the allocation sees it" in said
+
+
+def test_the_storage_must_be_seen_by_every_machine(tmp_path):
     deploy("slurm", TINY, f"storage={tmp_path}/runs")
     slurm = Slurm(tmp_path)
     assert slurm.run()[0] == 0
@@ -164,8 +188,7 @@ def test_the_storage_must_be_seen_by_every_machine(tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_variable_that_is_not_exported_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_variable_that_is_not_exported_is_named(tmp_path):
     deploy("slurm", TINY, "storage=gs://my-bucket/runs", 'hosts.env={"API_KEY": "abc"}')
     slurm = Slurm(tmp_path)
     status, said = slurm.run()
@@ -187,8 +210,7 @@ def test_no_secret_has_the_name_of_a_variable_that_bash_or_the_script_sets():
     assert found == {"RAY_AUTH_TOKEN"}
 
 
-def test_the_allocation_is_what_the_configuration_asks_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_allocation_is_what_the_configuration_asks_for(tmp_path):
     gpu = ("hosts={kind: gpu, min: 2, max: 4, devices_per_host: 8}", "global_batch_size=32", "storage=gs://my-bucket/runs")
     text = (deploy("slurm", TINY, *gpu) / "run.sh").read_text()
     asked = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M)
@@ -196,9 +218,9 @@ def test_the_allocation_is_what_the_configuration_asks_for(tmp_path, monkeypatch
         "job-name": "tiny",
         "nodes": "2-4",
         "ntasks-per-node": "1",
-        "cpus-per-task": "2",
         "gpus-per-node": "8",
         "exclusive": "",
+        "mem": "0",
         "no-kill": "",
         "requeue": "",
         "open-mode": "append",
@@ -206,6 +228,10 @@ def test_the_allocation_is_what_the_configuration_asks_for(tmp_path, monkeypatch
         "signal": "B:USR1@300",
     }
     assert "--num-gpus=8" in text
+    # As after `sbatch --cpus-per-task=3`: all the same, the hosts have all CPUs of their machines.
+    slurm = Slurm(tmp_path)
+    assert slurm.run(SLURM_CPUS_PER_TASK="3", SRUN_CPUS_PER_TASK="3")[0] == 0
+    assert [line for line in slurm.noted() if line.startswith("cpus")] == ["cpus all of "] * 2
 
 
 GCLOUD = f"""{NOTED}
@@ -217,8 +243,7 @@ esac
 
 
 @pytest.fixture
-def tpu_vm(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def tpu_vm(tmp_path):
     deploy("tpu-vm", TPU, "hosts.slices=2", "--spot", 'hosts.env={"API_KEY": "abc"}')
     fake = programs(tmp_path / "fake", gcloud=GCLOUD, ray=NOTED)
     env = {"PATH": f"{fake}:/usr/bin:/bin", "HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"), "POLL_S": "0"}
