@@ -3,6 +3,7 @@
 Tells what a run will need. It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the
 hardware: memory of a device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput,
 and a price.
+Data, a tokenizer and weights that only the hosts have need not be here: a note names them.
 NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
 Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
 """
@@ -70,10 +71,14 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
     """Returns the plan; with `remedies` also what makes a step fit that does not. Raises ConfigError with what is wrong, and
     PlanError if the compiler failed."""
     from orchestrator.commands import compile as compiling
-    from orchestrator.config.job import build, to_dict
+    from orchestrator.config.job import ConfigError, build, to_dict
     from orchestrator.planning import hardware, report
+    from trainers.config.arguments import absent_paths
 
-    estimate = report.check(config)
+    wrong, elsewhere = absent_paths(config.training)
+    if wrong:
+        raise ConfigError(config.training.name, wrong)
+    estimate = report.check(config, elsewhere)
     device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
     room = hardware.room(config.hosts, device)
     step = compiled(config, room, remedies=remedies)
@@ -81,6 +86,7 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
     found: dict[str, Any] = {
         "name": config.training.name,
         "on": options.on,
+        "not_looked_at": [*elsewhere.values()],
         "devices": estimate.num_devices,
         "hosts": estimate.num_hosts,
         "mesh": estimate.mesh,
@@ -250,6 +256,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
     yield f"{found['name']}{where}: {devices} on {hosts}, mesh {mesh}"
+    yield from (f"note             {line}" for line in found["not_looked_at"])
     if found["parameters"]:
         yield f"parameters       {found['parameters']:,} ({scaled(found['parameters']).strip()})"
     yield from _memory_lines(found)

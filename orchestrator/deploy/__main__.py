@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     # After the help: this imports much.
     from orchestrator.config.job import load
-    from orchestrator.deploy import files
+    from orchestrator.deploy import files, refusals
     from orchestrator.deploy.request import Request
 
     config = load(options.config, options.overrides)
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [
                 f"{request.out} has",
                 *(f"  {name}" for name in written),
+                *(f"note: {line}" for line in refusals.absent(config, request)[1].values()),
                 "next:",
                 *(f"  {line}" for line in files.next_commands(config, request)),
             ]

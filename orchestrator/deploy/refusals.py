@@ -19,6 +19,7 @@ from gangway.config.section import did_you_mean
 from gangway.storage import documents
 from orchestrator.config.job import JobConfig, shown, to_dict
 from orchestrator.deploy.request import GPUS_OF_MACHINES, TARGETS, Request
+from trainers.config.arguments import absent_paths
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
 """Folders that each machine has for itself."""
@@ -67,6 +68,7 @@ def problems(config: JobConfig, request: Request) -> Iterator[str]:
     yield from _storage(config, request)
     if config.driver.address:
         yield f"driver.address = {config.driver.address!r}: leave it out: the deployment says where its Ray is"
+    yield from absent(config, request)[0]
     yield from secret_problems(config)
     yield from _options(request)
     yield from _machine(config, request)
@@ -83,6 +85,11 @@ def problems(config: JobConfig, request: Request) -> Iterator[str]:
     yield from _copied_secrets(config, request)
     if not _is_inside(request.out):
         yield f"--out {request.out}: expected a folder inside the working folder, from which your code is taken"
+
+
+def absent(config: JobConfig, request: Request) -> tuple[list[str], dict[str, str]]:
+    """Returns what `absent_paths` does: machines of SLURM share folders, the others get the working folder."""
+    return absent_paths(config.training, None if request.to == "slurm" else os.getcwd())
 
 
 def _kind(config: JobConfig, request: Request) -> Iterator[str]:

@@ -7,7 +7,7 @@ What needs JAX or the user's code (shapes, data) is worked out in a child proces
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +111,10 @@ class PlanReport:
         }
 
 
-def check(config: JobConfig) -> PlanReport:
-    """Raises ConfigError with everything that a look at the code and the data shows to be wrong."""
-    with Plan(config) as plan:
+def check(config: JobConfig, absent: Collection[str] = ()) -> PlanReport:
+    """Raises ConfigError with everything that a look at the code and the data shows to be wrong. `absent`: keys of paths that are
+    not looked at."""
+    with Plan(config, absent) as plan:
         return plan.report()
 
 
@@ -296,9 +297,10 @@ def scaled(number: float) -> str:
 class Plan:
     """The plan while a child process works it out. The process is killed at the end of the `with` if it is still there."""
 
-    def __init__(self, config: JobConfig):
+    def __init__(self, config: JobConfig, absent: Collection[str] = ()):
         self._config = config
-        self._child = Child("trainers.planning.estimate", config, {"num_devices": hosts_config.num_devices(config.hosts)}, {})
+        request = {"num_devices": hosts_config.num_devices(config.hosts), "absent": [*absent]}
+        self._child = Child("trainers.planning.estimate", config, request, {})
 
     def __enter__(self) -> Plan:
         return self

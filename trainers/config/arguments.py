@@ -6,9 +6,11 @@ subclasses `TrainingArguments` and names the subclass in the configuration (`arg
 
 from __future__ import annotations
 
+import glob
+import os
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from gangway.config.conversion import convert_sections, from_dict
@@ -41,6 +43,7 @@ from trainers.config import (
     mesh,
 )
 from trainers.config.frozen import BASE
+from trainers.config.hf_files import BYTES
 from trainers.config.mesh import CONTEXT, PipelineConfig, batch_axes, num_replicas
 from trainers.config.mesh import context_problems as problems_of_context
 from trainers.config.mesh import pipeline_problems as problems_of_pipeline
@@ -272,3 +275,41 @@ def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
     cls = type(arguments)
     return {"arguments": masked(asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
+
+
+def absent_paths(arguments: TrainingArguments, copied: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """Returns a line for each file or folder of the configuration that is not here, and that the hosts cannot have either; and by
+    their keys the lines for those that only the hosts may have (data, tokenizers, weights). `copied`: the folder that the hosts
+    get from here, None if they get none."""
+    wrong, elsewhere = list[str](), dict[str, str]()
+    sections = ("data", "evaluation", "init_from", "frozen", "lora", "checkpoint")
+    for key, path in _paths({name: getattr(arguments, name) for name in sections}, ""):
+        is_read = arguments.data.prepared is None or not re.fullmatch(r"data\..*paths\.\d+", key)
+        whole = os.path.abspath(os.path.expanduser(path))
+        if not is_read or "://" in path or path in (*DataConfig.paths, BYTES) or os.path.exists(whole) or glob.glob(whole):
+            continue
+        if os.path.isdir(around := folder_around(path)) and around != os.sep:
+            why = f"the folder around it is here, {around}; correct the path, or make it"
+            wrong.append(f"{key} = {path}: it does not exist, and {why}")
+        elif copied is not None and os.path.commonpath((whole, copied)) == copied:
+            wrong.append(f"{key} = {path}: it does not exist, and the hosts have what this folder has, {copied}; put it there")
+        else:
+            elsewhere[key] = f"{key} = {path} is not here, so it was not looked at: only the hosts may have it"
+    return wrong, elsewhere
+
+
+def folder_around(path: str) -> str:
+    """Returns the folder that a file, a folder or a pattern of them is in. Where not even that is here, what is in it may be on a
+    storage that only the hosts have."""
+    return os.path.dirname(re.split(r"[*?[]", os.path.abspath(os.path.expanduser(path)))[0])
+
+
+def _paths(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yields (key, path) of each path in a value of the configuration."""
+    name = re.sub(r"\.\d+$", "", key).rpartition(".")[2]
+    if is_dataclass(value) or isinstance(value, tuple):
+        value = vars(value) if is_dataclass(value) else dict(enumerate(value))
+    for inner, item in value.items() if isinstance(value, Mapping) and name not in ("columns", "template_fields") else ():
+        yield from _paths(item, f"{key}.{inner}".lstrip("."))
+    if isinstance(value, str) and name in ("paths", "prepared", "tokenizer", "path", "base", "start_from"):
+        yield key, value

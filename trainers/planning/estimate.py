@@ -2,7 +2,8 @@
 
 `python -m trainers.planning.estimate` reads JSON and writes JSON.
 
-In: {"arguments_class", "arguments", "num_devices"}. Out: {"problems": [one line each, empty if it can run], "facts": {...}}.
+In: {"arguments_class", "arguments", "num_devices", "absent": [keys of paths that only the hosts have]}.
+Out: {"problems": [one line each, empty if it can run], "facts": {...}}.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,7 +41,7 @@ from trainers.checkpoint import going_on, layout, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.weights import META
 from trainers.config import InitConfig, without_effect
-from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, dataset_function, folder_around, from_dict, load_object
 from trainers.config.monitoring import BUILT_IN
 from trainers.data import identity
 from trainers.data.loader import HasNotes
@@ -103,12 +104,13 @@ def main() -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         request = json.load(sys.stdin)
         arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
-        problems, facts = plan(arguments, request["num_devices"])
+        problems, facts = plan(arguments, request["num_devices"], request["absent"])
         json.dump({"problems": problems, "facts": facts}, answer)
 
 
-def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Facts]:
-    """Returns every problem of the run that can be found here, and its numbers."""
+def plan(arguments: TrainingArguments, num_devices: int, absent: Collection[str] = ()) -> tuple[list[str], Facts]:
+    """Returns every problem of the run that can be found here, and its numbers. What is `absent` is not looked at; if any of the
+    data are, none are read."""
     problems: list[str] = []
     doubts: list[str] = []
     facts: Facts = {}
@@ -116,10 +118,11 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     with without_effect.watched(arguments) as read, ExitStack() as early:
         early.enter_context(no_devices_yet())
         trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
-        if arguments.data.tokenizer is not None:
+        if arguments.data.tokenizer is not None and "data.tokenizer" not in absent:
             # Data of one's own need not look at it.
             attempt(problems, "data.tokenizer", lambda: tokenizers.check(tokenizers.of(arguments), arguments))
-        datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts)
+        is_read = not any(key.startswith("data.") for key in absent)
+        datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts) if is_read else None
         # Without data the model can still be checked.
         train, held_out = datasets or (None, None)
         facts |= data_facts(arguments, train, held_out)
@@ -309,7 +312,7 @@ def seen_from_here(asked_by: str, source: str, look: Callable[[], Any], doubts: 
         return look()
     except CheckpointMissingError as error:
         # Where not even the folder around it is to be seen, the storage may be one that only the hosts have.
-        if is_url(source) or os.path.isdir(os.path.dirname(os.path.abspath(source))):
+        if is_url(source) or os.path.isdir(folder_around(source)):
             raise UsageError(f"{asked_by}: {error}") from error
         doubts.append(f"{asked_by}: {error}")
     except CheckpointUnavailableError as error:

@@ -21,9 +21,14 @@ TINY = str(ROOT / "configs" / "tiny.yaml")
 @pytest.mark.slow("compiles for other machines")
 def test_a_plan_for_other_machines(tmp_path, capsys):
     words = [TINY, f"storage={tmp_path}", "--on", "h100-2x2", "--price", "2", "--hours-between-failures", "10", "dtype=bfloat16"]
+    words += ["data.paths=[/nowhere/text]", "data.tokenizer=/nowhere/tokenizer"]  # as only the hosts have them
     assert plan.main([*words, "--json"]) == plan.EXIT_FITS
     found = json.loads(capsys.readouterr().out)
     assert (found["devices"], found["hosts"], found["fits"], found["problem"]) == (4, 2, True, None)
+    assert [line.partition(" is not here")[0] for line in found["not_looked_at"]] == [
+        "data.paths.0 = /nowhere/text",
+        "data.tokenizer = /nowhere/tokenizer",
+    ]
     assert found["memory"]["peak"] > found["memory"]["arguments"] > found["state_bytes_per_device"] > 0
     assert found["step_s"] > 0
     assert found["step_s_range"][0] < found["step_s"] < found["step_s_range"][1]
@@ -48,6 +53,7 @@ def lines_of(**changes):
         "devices": 4,
         "hosts": 1,
         "mesh": {"data": 4},
+        "not_looked_at": [],
         "parameters": 1000,
         "memory": {"peak": 8e9, "arguments": 3e9},
         "memory_of_device": 16e9,
@@ -217,6 +223,13 @@ def test_of_gpus_only_what_is_certain_is_refused():
     assert room.lacks({"peak": 300e9, "arguments": 79e9}) == ""
     assert "81 GB for state and batch alone, and a device has 80 GB (h100)" in room.lacks({"peak": 300e9, "arguments": 81e9})
     assert hardware.room(HostsConfig(kind="cpu", count=2, spread=True), None) is None
+
+
+def test_a_path_whose_folder_is_here_is_refused_before_anything_is_worked_out(tmp_path, capsys):
+    assert plan.main([TINY, f"storage={tmp_path}", f"data.paths=[{tmp_path}/txet]", "data.tokenizer=/nowhere/tokenizer"]) == 2
+    why = f"it does not exist, and the folder around it is here, {tmp_path}; correct the path, or make it"
+    assert capsys.readouterr().err.splitlines()[1:] == ["error: tiny: 1 problem", f"  data.paths.0 = {tmp_path}/txet: {why}"]
+    assert lines_of(not_looked_at=["data.paths.0 = /text is not here"])[1] == "note             data.paths.0 = /text is not here"
 
 
 def test_saves_by_steps_and_by_minutes():

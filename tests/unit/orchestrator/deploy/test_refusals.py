@@ -11,6 +11,7 @@ from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
 
 from cluster.hosts.tpu import offered, topology_problem
 from orchestrator.config.job import load
+from orchestrator.deploy.__main__ import main
 from orchestrator.deploy.files import resource_name
 from orchestrator.deploy.request import TARGETS
 from tests import ROOT
@@ -22,6 +23,7 @@ TINY = ROOT / "configs" / "tiny.yaml"
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.prefix", "/shared/venv")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,20 @@ def test_what_cannot_be_deployed_is_refused_by_name(capsys, to, config, words, s
 )
 def test_what_is_missing_of_the_options_is_said(capsys, to, config, options, said):
     assert said in refusal(capsys, to, config, BUCKET, options=options)
+
+
+def test_what_is_not_here_is_refused_where_the_hosts_cannot_have_it_and_else_told(capsys):
+    others = ("data.prepared=null", "data.tokenizer=bytes")
+    assert main([str(GPU), "--to", "kuberay", "--image", "example.org/llama:1", BUCKET, *others]) == 2
+    said = capsys.readouterr().err
+    assert f"data.paths.0 = data/text: it does not exist, and the hosts have what this folder has, {Path.cwd()}; put it" in said
+    assert "1 problem" in said
+    assert not Path("deploy").exists()
+    # Machines of SLURM may share the working folder, though this one does not.
+    assert main([str(TINY), "--to", "slurm", "storage=/shared/runs", "data.paths=[data/text]"]) == 0
+    assert "note: data.paths.0 = data/text is not here, so it was not looked at: only the hosts" in capsys.readouterr().out
+    deploy("kuberay", GPU, BUCKET, "data.paths=[/nowhere/text/*.txt]", "data.prepared=null")
+    assert "note: data.paths.0 = /nowhere/text/*.txt is not here" in capsys.readouterr().out
 
 
 def test_an_environment_that_only_this_machine_has_is_refused(monkeypatch, capsys):

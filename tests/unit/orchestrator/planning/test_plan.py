@@ -19,7 +19,8 @@ from tests import ROOT
 from tests.programs.mistaken import mistake
 from tests.saved import saved
 from trainers.base import BaseTrainer
-from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.config.arguments import TrainingArguments, absent_paths, from_dict
+from trainers.config.data import DataConfig
 from trainers.planning import estimate
 
 SMALL = {"vocab_size": 256, "width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}
@@ -43,6 +44,29 @@ FACTS = {
 def arguments(**changes) -> TrainingArguments:
     data = {"dataset": f"{__name__}:ten_examples", "sequence_length": 16}
     return from_dict(TrainingArguments, {"name": "x", "max_num_steps": 5, "model": SMALL, "data": data} | changes)
+
+
+def test_what_is_not_here_is_wrong_if_the_hosts_cannot_have_it_and_else_not_looked_at(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 500)
+    found = {"paths": [f"{tmp_path}/*.txt", f"{tmp_path}/*.csv", "gs://b/c"], "template_fields": {"path": "/x/y"}, "columns": {}}
+    mixed = {"mixture": [{"name": "one", "paths": ["/nowhere/text/**/*.txt"]}]}
+    beside = {"frozen": {"teacher": {"path": "/nowhere/teacher"}}, "init_from": f"{tmp_path}/none/weights"}
+    wrong, elsewhere = absent_paths(arguments(data=found | mixed, **beside))
+    assert [line.partition(" = ")[0] for line in wrong] == ["data.paths.1"]
+    assert [*elsewhere] == ["data.mixture.0.paths.0", "init_from.path", "frozen.teacher.path"]
+    # The hosts have what the folder has, and prepared tokens are read in the place of texts.
+    made = arguments(data=found | mixed | {"prepared": str(tmp_path), "tokenizer": "bytes"}, **beside)
+    wrong, elsewhere = absent_paths(made, str(tmp_path))
+    why = f"it does not exist, and the hosts have what this folder has, {tmp_path}; put it there"
+    assert wrong == [f"init_from.path = {tmp_path}/none/weights: {why}"]
+    assert [*elsewhere] == ["frozen.teacher.path"]
+    assert absent_paths(arguments(data={"paths": ["/nowhere"]}))[1]  # in the folder of all folders: it may be a disk of the hosts
+    lacking = {"dataset": DataConfig.dataset, "paths": ["/nowhere/text"], "tokenizer": "/nowhere/tokenizer"}
+    there = arguments(data=lacking | {"sequence_length": 16})
+    assert "does not exist" in "".join(estimate.plan(there, num_devices=1)[0])
+    problems, facts = estimate.plan(there, num_devices=1, absent=absent_paths(there)[1])
+    assert problems == []
+    assert (facts["parameters"], facts["train_examples"]) == (PARAMETERS, None)
 
 
 class Examples:
