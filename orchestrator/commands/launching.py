@@ -26,7 +26,7 @@ from gangway.wire.console import Note, Status
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
-from orchestrator.driver.ray_cluster import connect, disconnect, head_address
+from orchestrator.driver.ray_cluster import connect, disconnect, head_address, stop_own_job
 from orchestrator.driver.ray_train import fit, import_ray_train
 from orchestrator.failures.classify import explain_missing_code
 from orchestrator.planning import report
@@ -45,6 +45,8 @@ REFUSALS = (ConfigError, head.ClusterError, RunInUse, documents.StorageError, OS
 """What is wrong before a run begins, and about which its user can do something."""
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
+TERMINATED = "terminated"
+"""The request of SIGTERM. `ray job stop` sends it: Ray knows of the stop already."""
 LEAVE_TIMEOUT_S = 5.0
 """How long Ray may take to shut down when its head is gone."""
 
@@ -112,7 +114,11 @@ def launch(config: JobConfig, began_s: float, *, fresh: bool = False) -> int:
     if not fresh and (step := finished_at(config.run_dir, shown(config))) is not None:
         print(nothing_to_do(config, step))
         return EXIT_FINISHED
-    return exit_status(*run_job(config, began_s, begin_anew=fresh))
+    outcome, error, lost = run_job(config, began_s, begin_anew=fresh)
+    status = exit_status(outcome, error, lost)
+    if status == EXIT_STOPPED and outcome and outcome["asked"] != TERMINATED:
+        stop_own_job(os.environ)
+    return status
 
 
 def run_job(
@@ -120,7 +126,8 @@ def run_job(
 ) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
     """Checks the configuration, connects to Ray, runs the driver, and shows its events.
 
-    Returns the outcome; without one, the error with which the driver ended and why the head of the cluster is gone.
+    Returns the outcome, with why somebody has asked for a stop (`asked`). Without one, returns the error with which the driver
+    ended, and why the head of the cluster is gone.
     """
     started_at_s = time.time() - (time.monotonic() - began_s)
     # Before anything is written.
@@ -153,10 +160,10 @@ def run_job(
             ) from error
         # By the file: Ray wraps the exceptions of a worker, and their types are lost.
         outcome = outcome_of(board, run_dir, launch_id)
-        head_died = board.stop_requested() == StopReason.HEAD_LOST
-        lost = head_watch.why_lost() if outcome is None or head_died else None
+        asked = board.stop_requested()
+        lost = head_watch.why_lost() if outcome is None or asked == StopReason.HEAD_LOST else None
         leave(driver, has_head=lost is None)
-    return outcome, ended.error, lost
+    return outcome and {**outcome, "asked": asked}, ended.error, lost
 
 
 def is_own_ray(config: JobConfig) -> bool:
@@ -267,7 +274,7 @@ class relay_signals:
         if self.asked_at_s is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked_at_s = time.monotonic()
-        reason = "terminated" if number == signal.SIGTERM else "interrupted"
+        reason = TERMINATED if number == signal.SIGTERM else "interrupted"
         # In another thread: the board may be an actor, and Ray's calls must not be made in a signal handler.
         threading.Thread(target=self._request_stop, args=(reason,), daemon=True).start()
         if number == signal.SIGTERM:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import logging
 import os
 import secrets
@@ -15,9 +16,10 @@ import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +43,9 @@ ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
 dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""
 PORTS_OF_AGENTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
 """The ports on which the two agents of a node listen, by Ray's own names."""
+CONFIG_OF_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""The variable in which a submitted job has what Ray knows of it."""
+JOB_STOP_LIMIT_S = 30.0
 SAME_FOR_ALL_RAYS = 52365
 """Ray's default for the last of them: of two Rays on a machine, the agent of the second could not listen."""
 START_LIMIT_S = 180.0
@@ -215,6 +220,30 @@ def disconnect() -> None:
     """Ends the connection, and the Ray that this process has started, if there is one."""
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+
+
+def stop_own_job(environ: Mapping[str, str]) -> None:
+    """Stops the job of Ray that this process is in, if it is in one. Its status is STOPPED then. By an exit status that is not 0
+    it would be FAILED, and who has submitted it might begin it again, as KubeRay does. Called when all is saved."""
+    job = json.loads(environ.get(CONFIG_OF_JOB, "{}")).get("metadata", {}).get("job_submission_id")
+    if job is None:
+        return
+    from ray.job_submission import JobSubmissionClient
+
+    is_stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: is_stopped.set())
+    why = f"its signal has not come within {JOB_STOP_LIMIT_S:.0f} s"
+    try:
+        JobSubmissionClient().stop_job(job)
+    except (OSError, RuntimeError, ValueError) as error:  # what Ray's client raises
+        why = str(error)
+    else:
+        # An exit before that would count.
+        is_stopped.wait(JOB_STOP_LIMIT_S)
+    if not is_stopped.is_set():
+        text = f"warning: Ray has not stopped its job {job}: {why}; the run is saved, but Ray takes the job for failed"
+        print(text, file=sys.stderr, flush=True)
 
 
 def join(address: str) -> None:

@@ -16,6 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
 from cluster.agent import machine
+from orchestrator.runs.stop import main as stop_command
 from orchestrator.tracking import prometheus
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
@@ -72,12 +73,13 @@ def gauges_of_the_node():
 def submit(dashboard, gauges):
     client = JobSubmissionClient(dashboard)
 
-    def submit(*overrides):
+    def submit(*overrides, meanwhile=lambda log: None):
         environment = {"working_dir": str(ROOT), "excludes": ["/.git", "/.venv", "/runs", "/build", "/tests"]}
         job = client.submit_job(entrypoint=" ".join([COMMAND, *overrides]), runtime_env=environment)
         deadline_s = time.monotonic() + PATIENCE_S
         while not client.get_job_status(job).is_terminal():
             assert time.monotonic() < deadline_s, client.get_job_logs(job)
+            meanwhile(client.get_job_logs(job))
             gauges.update(gauges_of_the_node())
             time.sleep(0.5)
         return client.get_job_status(job), client.get_job_logs(job)
@@ -99,6 +101,21 @@ def test_a_submitted_job_trains_and_is_seen(dashboard, submit, gauges, tmp_path)
     assert {name for name, run in gauges if run == "tiny"} == EXPORTED
     assert 0 < gauges["gangway_step", "tiny"] <= summary["steps"]
     assert 0 < gauges["gangway_goodput_ratio", "tiny"] < 1
+
+
+def test_a_run_that_is_stopped_is_a_stopped_job_and_none_that_has_failed(submit, tmp_path):
+    asked = []
+
+    def stop(log):
+        if not asked and "step 10/1000000" in log:
+            asked.append(stop_command([str(tmp_path / "tiny")]))
+
+    # Only the request ends it. KubeRay would begin a job that has failed again.
+    status, log = submit(f"storage={tmp_path}", "max_num_steps=1000000", meanwhile=stop)
+    assert asked == [0], log
+    assert status == JobStatus.STOPPED, log
+    assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["status"] == "stopped"
+    assert re.search(r"stopped at \d+; saved at \d+; run the same command again to go on\n$", log)
 
 
 def test_a_job_that_fails_is_failed_everywhere(dashboard, submit, tmp_path):

@@ -1,6 +1,8 @@
 """How a Ray of a run's own is closed to others, as far as no Ray is needed to see it."""
 
+import json
 import os
+import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -169,3 +171,20 @@ def test_a_ray_that_does_not_start_is_an_error_in_words(monkeypatch):
         pytest.raises(head.ClusterError, match=r"^Ray did not start on this machine: The current node .*startup\. Is it busy.*$"),
     ):
         ray_cluster.connect(build({"name": "mine", "max_num_steps": 1}))
+
+
+def test_a_job_that_ray_does_not_stop_is_named_with_what_ray_takes_it_for(monkeypatch, capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ray_cluster.stop_own_job({})  # in no job of Ray: nothing is asked, and signals are as they were
+    assert {number: signal.getsignal(number) for number in before} == before
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
+    try:
+        ray_cluster.stop_own_job({ray_cluster.CONFIG_OF_JOB: json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}})})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "warning: Ray has not stopped its job raysubmit_1: Failed to connect to Ray at address: http://127.0.0.1:1"
+    )
+    assert said.endswith("; the run is saved, but Ray takes the job for failed\n")
