@@ -81,7 +81,10 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
             "" if incident.step is None else f"{incident.step:,}",
             "" if incident.open else seconds(incident.total_s),
             replayed(incident),
-            Text("not over yet", "yellow") if incident.open else sentence(action_of(incident.to_dict())),
+            # What came after another failure is not told of the first.
+            Text("not over yet", "yellow")
+            if incident.open and number == len(incidents)
+            else sentence(action_of(incident.to_dict())),
             *([] if screen.is_terminal else [causes[number - 1]]),
         )
     screen.print(table)
@@ -93,7 +96,7 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
 
 def replayed(incident: Incident) -> str:
     """Returns what is trained again because of it, in words."""
-    return "" if incident.open else again(incident.to_dict()) or "0 steps"
+    return "" if incident.resumed_step is None else again(incident.to_dict()) or "0 steps"
 
 
 def show_one(screen: Console, number: int, incident: Incident) -> None:

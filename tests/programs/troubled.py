@@ -5,9 +5,12 @@ TROUBLE is JSON, {"host": number, "batch": index}: where the fault strikes.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 import jax
@@ -49,6 +52,35 @@ class DieOfRollback(Poison):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Hang(Trouble):
+    """The host waits for ever, in a library of Python's."""
+
+    def strike(self, state, batch):
+        threading.Event().wait()
+
+
+class Mistake(Trouble):
+    """A mistake of the user's."""
+
+    def strike(self, state, batch):
+        return {"rows": 1}["columns"]
+
+
+class Crash(Trouble):
+    """Native code that the user calls ends the process."""
+
+    def strike(self, state, batch):
+        ctypes.string_at(0)
+
+
+class Slow(Trouble):
+    """The host is slow from the batch on."""
+
+    def on_step_begin(self, state, *, batch, **kwargs):
+        if jax.process_index() == self.where["host"] and state.batch_index >= self.where["batch"]:
+            time.sleep(0.2)
+
+
 class SkipAStep(Trouble):
     """The host takes no part in the step, and believes that it did."""
 
@@ -74,3 +106,19 @@ class DiesOfRollback(Troubled):
 
 class SkipsAStep(Troubled):
     trouble = SkipAStep
+
+
+class Hangs(Troubled):
+    trouble = Hang
+
+
+class Mistaken(Troubled):
+    trouble = Mistake
+
+
+class Crashes(Troubled):
+    trouble = Crash
+
+
+class IsSlow(Troubled):
+    trouble = Slow
