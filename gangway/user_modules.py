@@ -21,6 +21,7 @@ from typing import Any
 from gangway.config.importable import of_a_copy
 from gangway.config.section import PATH, did_you_mean, require
 from gangway.errors import ModuleError, user_frame
+from gangway.storage.row import BEST
 
 TAKEN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_JAX = ("JAX_*", "XLA_*", "CUDA_VISIBLE_DEVICES")
@@ -51,7 +52,8 @@ def named_by_data(source: str, allowed: Collection[str] = ()) -> Iterator[None]:
     """Within this block, the names of code come from the documents at `source`, which may be anybody's: `load_object` lets
     gangway's own pass, and those that are `allowed`, by their exact names. No module is imported from inside `source` itself, nor
     from the run that it is a checkpoint of."""
-    folder = Path(os.path.realpath(source))
+    is_best = os.path.basename(source) == BEST and not os.path.isdir(source)
+    folder = Path(os.path.realpath(os.path.dirname(source) if is_best else source))
     folder = folder.parents[1] if folder.parent.name in ("checkpoints", "models") else folder
     before = list(sys.path)
     # What is imported from here on could have the name of any module.

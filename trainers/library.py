@@ -29,12 +29,12 @@ from gangway.config.section import PATH, did_you_mean
 from gangway.errors import NotConfiguredError, UsageError
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url
+from gangway.storage.row import BEST
 from gangway.wire.events import Event
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
-from trainers.config.frozen import BASE
 from trainers.config.keywords import NO_END, PiecesArguments, as_given, plain, put, unknown
 from trainers.console.view import lines
 from trainers.data.sources import pieces
@@ -42,11 +42,11 @@ from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
-from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
 from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
-from trainers.trainer.model_design import evaluated_parameters
+from trainers.trainer.beginnings import saved_state
+from trainers.trainer.model_design import module
 
 ARGUMENTS, TASK = "trainers.config.keywords:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
 DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
@@ -60,13 +60,18 @@ class Result:
     """What a training has made."""
 
     def __init__(
-        self, rows: Iterable[Mapping[str, Any]], stop_reason: StopReason, trained: Callable[[], tuple[TrainState, nnx.Module]]
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        stop_reason: StopReason,
+        trained: Callable[[], tuple[TrainState, nnx.Module]],
+        best: Callable[[], nnx.Module],
     ):
-        """`rows` are (step, metrics) of each publish. `trained` returns the state and the model, when they are used."""
+        """`rows` are (step, metrics) of each publish. `trained` returns the state and the model, and `best` the best model, when
+        they are used."""
         self.history = history(rows)
         """A row for each step at which metrics were published, with the step: `pandas.DataFrame(result.history)`."""
         self.stop_reason = stop_reason
-        self._trained = trained
+        self._trained, self._best = trained, best
 
     @property
     def metrics(self) -> Row:
@@ -91,6 +96,12 @@ class Result:
     def model(self) -> nnx.Module:
         """The trained module in evaluation mode, ready to be called."""
         return self._both[1]
+
+    @cached_property
+    def best_model(self) -> nnx.Module:
+        """The module of the checkpoint with the best score (`evaluation.score`), in evaluation mode. Raises UsageError if there
+        is none."""
+        return self._best()
 
     @cached_property
     def _both(self) -> tuple[TrainState, nnx.Module]:
@@ -216,7 +227,7 @@ class Training:
                     shown.close()
         output = trainer.output
         assert output is not None
-        return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)))
+        return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)), self._best_model)
 
     def _hear(self, event: Event, rows: list[Any], recorders: Recorders, shown: Progress | None) -> None:
         if event["ev"] == "metrics":
@@ -325,7 +336,18 @@ class Training:
                 state = trainer.load_pretrained(run_dir)
                 return state, module(trainer, state)
 
-        return Result(self._recorded(self._arguments(run_dir), run_dir), StopReason(stop_reason), trained)
+        return Result(self._recorded(self._arguments(run_dir), run_dir), StopReason(stop_reason), trained, self._best_model)
+
+    def _best_model(self) -> nnx.Module:
+        if self.run_dir is None:
+            raise UsageError(
+                "best_model: a training without run_dir keeps no checkpoint: give run_dir, eval_data, evaluation={'every_steps': "
+                "100, 'score': {}} and checkpoint={'save_steps': 100, 'keep_best': 1}"
+            )
+        with installed(runtime.Runtime(lambda event: None)):
+            trainer = self._trainer(self._arguments(self.run_dir))
+            _, state, _ = saved_state(trainer, os.path.join(self.run_dir, BEST))
+            return module(trainer, state)
 
     # ------------------------------------------------------------------ settings
 
@@ -406,13 +428,6 @@ def callback_of(value: Any) -> Callback:
     if not isinstance(made, Callback):
         raise UsageError(f"callbacks: {pieces_named(value)} is {type(made).__name__}: expected a trainers.callbacks:Callback")
     return made
-
-
-def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
-    """Returns the model with the parameters that are evaluated."""
-    base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
-    model = trainer.model.merge(evaluated_parameters(state), state.model_state, frozen=base)
-    return in_mode(model, training=False)
 
 
 def is_transformation(value: Any) -> bool:

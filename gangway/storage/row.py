@@ -28,6 +28,8 @@ from gangway.storage.store import Place, StorageUnavailable
 
 FOLDER = "row"
 CHECKPOINTS = "checkpoints"
+BEST = "best"
+"""`RUN/best` stands for the checkpoint with the best score."""
 PATIENCE_S = 60.0
 """How long a record is waited for that must be there."""
 PAUSE_S = 0.1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,11 @@ from rich.table import Table
 
 from gangway.first_line import say
 from gangway.program import EXIT_FINE, command
+from gangway.published import number
 from gangway.storage import documents, json_text
 from gangway.storage.documents import DamagedDocument
 from gangway.storage.opening import place_of
+from gangway.storage.row import BEST
 from gangway.storage.store import Place
 from orchestrator.config.locate import REFUSALS, parser_of_run, run_of
 from orchestrator.run_state.lease import RunInUse, wait_until_free
@@ -31,7 +33,7 @@ from trainers.checkpoint import layout, manifest
 from trainers.console.text import table_console
 
 EXIT_DAMAGED = 1
-STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
+STYLES = {"verified": "green", "whole": None, "model": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,17 @@ class Row:
     state: str
     """`verified`: every byte is what was saved; `whole`: every file is there and has its size, small ones their contents, and
     those that were saved to a bucket are the same objects;
-    `damaged`; `incomplete`: there is no manifest; `unfinished`: being saved, or left by a save that was cut short."""
+    `model`: its parameters alone are left; `damaged`; `incomplete`: there is no manifest; `unfinished`: being saved, or left by a
+    save that was cut short."""
     why: list[str] = field(default_factory=list)
     committed_s: float | None = None
     """Unix time."""
     num_bytes: int | None = None
     num_hosts: int | None = None
+    score: float | None = None
+    """By `evaluation.score` of the newest checkpoint; None: it was not evaluated at its step."""
+    marks: list[str] = field(default_factory=list)
+    """`best`, which RUN/best stands for; `newest`, which RUN does."""
     lineage: list[Any] = field(default_factory=list)
     skipped_batches: list[int] = field(default_factory=list)
 
@@ -80,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = run / CHECKPOINTS
     if arguments.accept_loss:
         accept_loss(folder)
-    rows, lost = list(inspect(folder, verify=arguments.verify)), layout.lost(folder)
+    rows = marked(inspect(folder, verify=arguments.verify), layout.scored(run))
+    lost = layout.lost(folder)
     if arguments.json:
         print(json_text.dumps([asdict(row) for row in rows], indent=1))
     elif rows or not lost:
@@ -138,6 +146,21 @@ def inspect(folder: Place, *, verify: bool) -> Iterator[Row]:
         yield Row(step, str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
 
 
+def marked(rows: Iterable[Row], scored: Sequence[tuple[float, int, Place]]) -> list[Row]:
+    """Returns the rows with their scores and marks, and one more if the best has its parameters alone. `scored` are (score,
+    step, place), the best first."""
+    found, scores = [*rows], {str(place): score for score, _, place in scored}
+    newest = next((row.path for row in reversed(found) if row.state in ("whole", "verified")), None)
+    _, step, best = next((each for each in scored if layout.is_whole(each[2])), (None, 0, None))
+    if best is not None and str(best) not in [row.path for row in found]:
+        found.append(replace(_inspect_one(best, step, verify=False), state="model"))
+    marks = {BEST: str(best), "newest": newest}
+    return [
+        replace(row, score=scores.get(row.path), marks=[mark for mark, path in marks.items() if path == row.path])
+        for row in found
+    ]
+
+
 def _inspect_one(path: Place, step: int, verify: bool) -> Row:
     try:
         content = manifest.read(path)
@@ -165,8 +188,9 @@ def show(folder: Place, rows: Sequence[Row], console: Console) -> None:
         console.print(f"no checkpoint in {folder} yet")
         return
     table = Table(title=str(folder), title_justify="left", box=None, pad_edge=False)
-    for name in ("step", "committed", "size", "hosts", "lineage", "skipped", "state"):
-        table.add_column(name, justify="left" if name in ("committed", "lineage", "state") else "right", no_wrap=name != "state")
+    for name in ("step", "", "committed", "size", "hosts", "score", "lineage", "skipped", "state"):
+        is_text = name in ("", "committed", "lineage", "state")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "state")
     for row in rows:
         table.add_row(*_cells(row), style=STYLES[row.state])
     console.print(table)
@@ -178,7 +202,8 @@ def _cells(row: Row) -> list[str]:
     lineage = " ".join(f"{segment['num_hosts']}x{segment['num_devices']}@{segment['batch_index']}" for segment in row.lineage)
     skipped = str(len(row.skipped_batches)) if row.skipped_batches else ""
     state = row.state if not row.why else f"{row.state}: {'; '.join(row.why[:3])}{' ...' if len(row.why) > 3 else ''}"
-    return [str(row.step), when, size, str(row.num_hosts or ""), lineage, skipped, state]
+    marks, score = " ".join(row.marks), "" if row.score is None else number(row.score)
+    return [str(row.step), marks, when, size, str(row.num_hosts or ""), score, lineage, skipped, state]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gangway.errors import CheckpointError, CheckpointUnavailableError
 from gangway.storage import documents, durable, ours, row
@@ -26,6 +27,7 @@ from gangway.storage.row import NO_DRIVER, Kept, Record, Row, WriterTerm
 from gangway.storage.store import Place
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import MayGo, Retention
+from trainers.config import CheckpointConfig, ScoreConfig
 
 MODELS_FOLDER = "models"
 ROOM_FACTOR = 1.1
@@ -81,13 +83,52 @@ def at(folder: Place, step: int) -> Place:
 
 
 def named(path: str | os.PathLike[str] | Place) -> Place:
-    """Returns the place of a path or a URL; of `RUN/checkpoints/12` that of the checkpoint of step 12. Raises StorageRefused for
-    a URL that cannot work, OSError, or StorageError."""
+    """Returns the place of a path or a URL; of `RUN/checkpoints/12` that of the checkpoint of step 12, and of `RUN/best` that of
+    `best`. Raises StorageRefused for a URL that cannot work, CheckpointError of `best`, OSError, or StorageError."""
     place = place_of(path)
+    is_in_folder = place.store.is_local or "/" in place.key
+    # A run may have this name, too.
+    if place.name == row.BEST and is_in_folder and not place.is_dir() and saved_in(place.parent):
+        return best(place.parent)
     if not place.name.isdecimal() or place.key.count("/") < (0 if place.store.is_local else 2):
         return place
     kept = row_of(place.parent).newest().of(place.parent.name).get(int(place.name))
     return place if kept is None else place.with_name(kept.folder)
+
+
+def saved_in(run: Place) -> dict[int, Place]:
+    """Returns the checkpoint of each step of a run, or the parameters alone where these are left. Raises OSError, or
+    StorageError."""
+    folders = (run / MODELS_FOLDER, run / row.CHECKPOINTS)
+    return {step: folder / kept.folder for folder in folders for step, kept in committed_in(folder).items()}
+
+
+def scored(run: Place) -> list[tuple[float, int, Place]]:
+    """Returns (score, step, place) of what is saved of a run, the best first: of what was evaluated at its step, by the metrics
+    that count for the newest checkpoint. Raises OSError, or StorageError."""
+    saved, metas = saved_in(run), dict[int, dict[str, Any]]()
+    for step in sorted(saved):
+        with suppress(manifest.DamagedError):
+            metas[step] = manifest.read_meta(saved[step])
+    config = metas[max(metas)].get("arguments", {}).get("evaluation", {}).get("score") if metas else None
+    if config is None:
+        return []
+    told = ScoreConfig(metrics=tuple(config["metrics"]), lower_better=config["lower_better"])
+    rules = Retention.of(CheckpointConfig(), told)
+    scores = {step: score for step, meta in metas.items() if (score := rules.score(meta)) is not None}
+    return [(scores[step], step, saved[step]) for step in rules.best_first(scores)]
+
+
+def best(run: Place) -> Place:
+    """Returns the whole checkpoint with the best score, or its parameters alone where these are left. Raises CheckpointError if
+    none has a score, OSError, or StorageError."""
+    if (found := next((place for _, _, place in scored(run) if is_whole(place)), None)) is not None:
+        return found
+    raise CheckpointError(
+        f"{run / row.BEST}: no whole checkpoint of this run has a score. One has if the run is evaluated at its step: set "
+        "evaluation.score.metrics, such as [eval_loss], and evaluation.every_steps to checkpoint.save_steps, and train on "
+        f"(checkpoint.keep_best=1 keeps the best one); the newest one is {run}"
+    )
 
 
 def models_of(folder: Place) -> Place:

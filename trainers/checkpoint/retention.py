@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,10 +93,13 @@ class Retention:
         return scores["score"]
 
     def _best(self, steps: Iterable[int], scores: Mapping[int, float]) -> set[int]:
-        """Returns the best steps. Among equal scores the newer step is better; NaN is never among the best."""
+        return set(self.best_first({step: scores[step] for step in steps if step in scores})[: self.best])
+
+    def best_first(self, scores: Mapping[int, float]) -> list[int]:
+        """Returns the steps, the best first. Among equal scores the newer step is better; NaN is never among the best."""
         sign = 1.0 if self.lower_better else -1.0
-        scored = [step for step in steps if step in scores and scores[step] == scores[step]]  # NaN differs from itself
-        return set(sorted(scored, key=lambda step: (sign * scores[step], -step))[: self.best])
+        scored = [step for step, score in scores.items() if not math.isnan(score)]
+        return sorted(scored, key=lambda step: (sign * scores[step], -step))
 
     def _every(self, steps: Iterable[int]) -> set[int]:
         return {step for step in steps if self.every_steps is not None and step % self.every_steps == 0}

@@ -5,8 +5,8 @@
 
 CONFIG is the file that was trained with; key=value changes a setting of it, such as `evaluation.max_batches=100`. The hooks and
 callbacks of the trainer are called as in training, so the numbers are those that training published. Nothing is written.
-RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a file of
-`python -m trainers.export`, or a folder of Hugging Face.
+RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), RUN/best (the one with the best score), a checkpoint, what
+`save_pretrained` wrote, a file of `python -m trainers.export`, or a folder of Hugging Face.
 The second form evaluates any model on the held-out data of CONFIG: the model and its tokenizer are those of RUN_OR_CHECKPOINT.
 Without CONFIG the settings are those that the checkpoint has recorded; code of your own that they name must be allowed
 (`--trust-code`). With the section `lora`, a model that has no adapters is measured as it is.
@@ -31,7 +31,7 @@ from gangway.program import parser as command_parser
 from gangway.storage import json_text
 from gangway.surroundings import allow_for_forced_devices
 from gangway.wire.events import Event
-from trainers.commands.saved_models import recorded_with, state_of, with_model_of, without_adapters
+from trainers.commands.saved_models import recorded_with, with_model_of, without_adapters
 from trainers.config.arguments import TrainingArguments
 from trainers.settings import read
 
@@ -144,8 +144,9 @@ def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator
     """Yields the results of one checkpoint: those of all units, or of one."""
     from trainers.evaluation.validation import DEFAULT_UNIT
     from trainers.trainer.assembly import assemble
+    from trainers.trainer.beginnings import saved_state
 
-    path, state, step = state_of(trainer, checkpoint)
+    path, state, step = saved_state(trainer, checkpoint)
     units = assemble(trainer).units
     # A trainer that overrides `evaluate` may have no units.
     first, *others = tuple(units) or (DEFAULT_UNIT,)

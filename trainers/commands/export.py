@@ -10,8 +10,8 @@ families of `model.family`. One parameter is in memory at a time. A run that beg
 `config.json` back.
 `mlflow`: a folder that `mlflow.pyfunc.load_model` loads where Gangway is installed: texts in; texts out, or the labels of a
 classifier.
-RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote. It and OUT may
-lie in a bucket (`gs://`, `s3://`); an export for a bucket is made in a temporary folder of this machine first.
+RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), RUN/best, a checkpoint, or what `save_pretrained` wrote. It and
+OUT may lie in a bucket (`gs://`, `s3://`); an export for a bucket is made in a temporary folder of this machine first.
 
 Of a run with `lora`, the adapters are merged with their base. `--adapter` writes the adapters alone: as `huggingface`, a folder
 of the library PEFT; as `safetensors`, one file under their own names.

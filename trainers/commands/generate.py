@@ -3,9 +3,10 @@
     python -m trainers.generate RUN_OR_FOLDER --prompt "Once upon" [--prompt ...] [--max-new-tokens N] [--temperature T] ...
     python -m trainers.generate RUN_OR_FOLDER --image FILE [--image ...] --prompt "What is this?" [...]
 
-RUN_OR_FOLDER is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a folder of Hugging
-Face. One prompt is shown as a stream. Without a temperature the likeliest token is taken each time. Standard output has the texts
-alone. A text ends at a token that `generation_config.json` or the tokenizer says, at a `--stop`, or when it is long enough.
+RUN_OR_FOLDER is a run's folder (its newest whole checkpoint), RUN/best, a checkpoint, what `save_pretrained` wrote, or a folder
+of Hugging Face. One prompt is shown as a stream. Without a temperature the likeliest token is taken each time. Standard output
+has the texts alone. A text ends at a token that `generation_config.json` or the tokenizer says, at a `--stop`, or when it is long
+enough.
 Images are for a model that reads them: one for each prompt, one for all of them, or several for one prompt. They come where the
 prompt has the model's text for an image, such as `<start_of_image>`, or else at its beginning.
 """

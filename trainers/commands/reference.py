@@ -110,15 +110,15 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
     import numpy as np
 
     from trainers import runtime
-    from trainers.commands.saved_models import state_of
     from trainers.data.sources.preference import REFERENCE_COLUMNS
     from trainers.step.loss import in_mode
     from trainers.tasks.completions import completions_of_pairs
     from trainers.trainer.base_trainer import BaseTrainer
+    from trainers.trainer.beginnings import saved_state
 
     runtime.install(runtime.Runtime(lambda event: None))
     trainer = BaseTrainer(dataclasses.replace(arguments, task=TASK, global_batch_size=AT_ONCE, accumulation_steps=1), rows)
-    _, state, _ = state_of(trainer, source)
+    _, state, _ = saved_state(trainer, source)
 
     @jax.jit
     def compute(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:

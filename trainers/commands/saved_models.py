@@ -1,7 +1,7 @@
 """Reads a model that was saved, whichever way: a run, a checkpoint, a file of weights, or a folder of Hugging Face.
 
-`look` finds what is there, without its weights. `arguments_of` tells which model and tokenizer it is. `state_of` reads the
-weights into the state of a trainer.
+`look` finds what is there, without its weights. `arguments_of` tells which model and tokenizer it is. `saved_state` of
+`trainers/trainer/beginnings.py` reads the weights into the state of a trainer.
 """
 
 from __future__ import annotations
@@ -120,32 +120,3 @@ def without_adapters(source: str, arguments: TrainingArguments) -> TrainingArgum
         return arguments
     print(f"{source} has no adapters: it is measured as it is", file=sys.stderr)
     return dataclasses.replace(arguments, lora=dataclasses.replace(arguments.lora, base=source))
-
-
-def state_of(trainer: Any, source: str) -> tuple[str, Any, int | None]:
-    """Returns the path, the state and the step of a checkpoint. A model alone becomes a state with a new optimizer state."""
-    import jax.numpy as jnp
-
-    from trainers.checkpoint import model_only, weights
-    from trainers.trainer.beginnings import beginning
-
-    found = look(source)
-    path, meta, step = str(found.path), found.meta, step_of(found)
-    trainer.prepare()
-    counters: dict[str, Any] = {} if step is None else {"batch_index": jnp.int32(step)}
-    if trainer.arguments.lora is not None and not found.has_adapters:
-        return path, dataclasses.replace(beginning(trainer, None, None).make(), **counters), step
-    if meta and not all(map(model_only.part_of, meta["shapes"])):
-        # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
-        return path, trainer.load_pretrained(path), step
-    if meta and trainer.assembly.frozen is not None:
-        trainer.assembly.frozen.check(meta)
-    if step is not None:
-        counters["step"] = jnp.int32(step - len(meta.get("skipped_batches") or ()))
-    state = beginning(trainer, weights.load(found, trainer.assembly.model_arrays), None).make()
-    return path, dataclasses.replace(state, **counters), step
-
-
-def step_of(found: Weights) -> int | None:
-    """Returns the number of batches that a checkpoint has drawn; None for a file or a folder that does not say it."""
-    return int(found.meta["batch_index"]) if found.meta else None

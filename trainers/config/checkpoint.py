@@ -15,7 +15,7 @@ class CheckpointConfig(Section):
 
     start_from: str | None = None
     """The whole state that a run without a checkpoint of its own begins with, the position in the data included: the folder of
-    another run (its newest whole checkpoint), RUN/STEP, or a checkpoint. For the parameters alone: `init_from`."""
+    another run (its newest whole checkpoint), RUN/STEP, RUN/best, or a checkpoint. For the parameters alone: `init_from`."""
     save_steps: int | None = None
     """A save is due at each step that is a multiple of this. null: not by steps."""
     save_epochs: int | None = None

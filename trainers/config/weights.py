@@ -19,9 +19,9 @@ class InitConfig(Section):
     shorthand: ClassVar = "path"
 
     path: str
-    """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, a
-    file that `gangway export` wrote, a folder of Hugging Face with a decoder of one of the families, or with `lora`
-    the folder of an adapter of PEFT. Each may lie in a bucket: `s3://` and `gs://`."""
+    """The folder of a run (its newest whole checkpoint), RUN/best, a checkpoint, what `save_pretrained` wrote, a folder
+    `models/STEP`, a file that `gangway export` wrote, a folder of Hugging Face with a decoder of one of the families, or with
+    `lora` the folder of an adapter of PEFT. Each may lie in a bucket: `s3://` and `gs://`."""
     include: tuple[str, ...] = ()
     """Which parameters of the model are taken from there: regular expressions that are searched in names such as
     `layers.query`. []: all. The others begin as in any new run."""

@@ -1,13 +1,16 @@
-"""Where a run that has no checkpoint begins."""
+"""Where a run that has no checkpoint begins, and the state of what is saved elsewhere."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gangway.errors import UsageError
+from trainers.checkpoint import model_only, weights
 from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.start_from import FromCheckpoint
 from trainers.optim.param_groups import parameter_paths
@@ -53,6 +56,27 @@ def beginning(trainer: Any, model_parameters: Any = None, state: TrainState | No
         return first(loaded, {**base, **others})
 
     return FromSettings(arguments.init_from, arguments.run_folder, shapes, fresh, made.design.adapted)
+
+
+def saved_state(trainer: Any, source: str) -> tuple[str, TrainState, int | None]:
+    """Returns the path, the state and the step of what is saved at `source`: of a model alone with a new state of the optimizer;
+    no step of a file or a folder that does not say it."""
+    found = weights.open_model(weights.find(source))
+    path, meta = str(found.path), found.meta
+    step = int(meta["batch_index"]) if meta else None
+    trainer.prepare()
+    counters: dict[str, Any] = {} if step is None else {"batch_index": jnp.int32(step)}
+    if trainer.arguments.lora is not None and not found.has_adapters:
+        return path, dataclasses.replace(beginning(trainer, None, None).make(), **counters), step
+    if meta and not all(map(model_only.part_of, meta["shapes"])):
+        # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
+        return path, trainer.load_pretrained(path), step
+    if meta and trainer.assembly.frozen is not None:
+        trainer.assembly.frozen.check(meta)
+    if step is not None:
+        counters["step"] = jnp.int32(step - len(meta.get("skipped_batches") or ()))
+    state = beginning(trainer, weights.load(found, trainer.assembly.model_arrays), None).make()
+    return path, dataclasses.replace(state, **counters), step
 
 
 def _from_arrays(trainer: Any, arrays: dict[str, Any], keep: bool) -> Beginning:

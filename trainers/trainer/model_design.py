@@ -31,7 +31,7 @@ from trainers.optim.precision import check_averages
 from trainers.protocol import Pruner, Task, TrainerConfigureModelOutput
 from trainers.step import divided, frozen
 from trainers.step.frozen import FrozenModel
-from trainers.step.loss import LossFunction, takes
+from trainers.step.loss import LossFunction, in_mode, takes
 from trainers.step.loss_scale import initial_scaler
 from trainers.step.state import (
     ModelParts,
@@ -314,6 +314,13 @@ def evaluated_parameters(state: TrainState) -> Any:
     """Returns the parameters that are evaluated, previewed and exported: those of the state, or the averages that the optimizer
     keeps."""
     return parameters_to_evaluate(state.opt_state, state.params)
+
+
+def module(trainer: Any, state: TrainState) -> Any:
+    """Returns the model with the parameters that are evaluated."""
+    base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
+    model = trainer.model.merge(evaluated_parameters(state), state.model_state, frozen=base)
+    return in_mode(model, training=False)
 
 
 def configured(trainer: Any, value: Any, name: str, method: str) -> Any:

@@ -69,6 +69,30 @@ def test_it_lists_what_there_is(run_dir, capsys):
     assert ask(capsys, run_dir, "--verify")[1][0]["state"] == "verified"
 
 
+def test_scores_are_shown_and_the_best_and_the_newest_are_marked(run_dir, capsys, monkeypatch):
+    manager = checkpointing.manager(run_dir / "checkpoints")
+    rules = {"evaluation": {"score": {"metrics": ["eval_loss"], "lower_better": None}}}
+    for step, score in ((12, 0.25), (16, 0.125), (20, 0.5)):
+        manager.save_now(step, scores={"step": step, "score": score, "metrics": ["eval_loss"]}, arguments=rules)
+    _, rows = ask(capsys, run_dir)
+    assert [(row["step"], row["score"], row["marks"]) for row in rows] == [
+        (12, 0.25, []),
+        (16, 0.125, ["best"]),
+        (20, 0.5, ["newest"]),
+    ]
+    monkeypatch.setenv("COLUMNS", "200")
+    checkpoints.main([str(run_dir)])
+    lines = capsys.readouterr().out.splitlines()
+    assert {"16", "best", "0.1250"} <= {*lines[-2].split()}
+    best = row_of(run_dir).newest().of("checkpoints")[16]
+    row_of(run_dir).remove(row_of(run_dir).newest().term, [16])
+    row_of(run_dir).commit(row_of(run_dir).newest().term, 16, best, "models")
+    (run_dir / "models").mkdir()
+    (run_dir / "checkpoints" / best.folder).rename(run_dir / "models" / best.folder)
+    _, rows = ask(capsys, run_dir)
+    assert [(row["step"], row["state"], row["marks"]) for row in rows[1:]] == [(20, "whole", ["newest"]), (16, "model", ["best"])]
+
+
 def test_people_get_a_table(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (run_dir / "checkpoints" / "9-1_0_0000abcd").mkdir()

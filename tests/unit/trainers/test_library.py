@@ -26,11 +26,12 @@ from tests.unit.training import assert_equal
 from tests.unit.training import trainer as small_trainer
 from trainers import runtime
 from trainers.callbacks import Callback
-from trainers.checkpoint import going_on
+from trainers.checkpoint import export, going_on, weights
 from trainers.config.arguments import from_dict
 from trainers.config.keywords import PiecesArguments
 from trainers.data.sources import pieces
 from trainers.library import Result, Training
+from trainers.loop import start_from
 from trainers.recorders.progress import Progress
 
 X = np.linspace(-2, 2, 24).astype(np.float32)
@@ -250,6 +251,37 @@ def test_an_interrupt_ends_it_with_what_was_learnt_and_a_later_one_goes_on(tmp_p
     assert [row["loss"] for row in second.history] == [row["loss"] for row in whole.history]
 
 
+@pytest.mark.parametrize("kept", ["none", "best"])
+def test_the_best_model_is_that_of_the_best_score_wherever_it_is_named(tmp_path, kept):
+    folder = str(tmp_path / "run")
+    run = training(
+        run_dir=folder,
+        eval_data=(X, X - 0.5),  # the model passes it on the way to the training data
+        steps=60,
+        evaluation={"every_steps": 10, "score": {}},
+        checkpoint={"save_steps": 10, "save_total_limit": 1, "keep_best": 1, "keep_model_only": kept},
+    )
+    result = run.fit()
+    curve = dict(result.curve("eval_loss"))
+    step = min(curve, key=curve.get)
+    assert 0 < step < 60
+    for made in (result, run.result(folder, "max_steps")):
+        assert float(jnp.mean((made.best_model(X) - (X - 0.5)) ** 2)) == pytest.approx(curve[step], rel=1e-5)
+    found = weights.find(f"{folder}/best")
+    assert (found.parent.name, found.name.partition("-")[0]) == ("models" if kept == "best" else "checkpoints", str(step))
+    export.to_safetensors(f"{folder}/best", tmp_path / "best.safetensors")
+    assert weights.open_model(weights.find(str(tmp_path / "best.safetensors"))).here("slope") == result.best_model.slope[...]
+    if kept == "none":
+        assert start_from.found(f"{folder}/best")[1]["step"] == step
+
+
+def test_a_training_without_a_best_model_says_how_to_get_one(tmp_path):
+    with pytest.raises(UsageError, match=r"without run_dir keeps no checkpoint: give run_dir, eval_data, evaluation="):
+        _ = training(steps=1).fit().best_model
+    with pytest.raises(CheckpointError, match=r"run/best: no whole checkpoint of this run has a score\. .*set evaluation\.score"):
+        _ = training(steps=1, run_dir=tmp_path / "run").fit().best_model
+
+
 def test_a_folder_with_a_run_of_another_model_is_refused(tmp_path):
     training(steps=2, run_dir=tmp_path / "run").fit()
     with pytest.raises(CheckpointError):
@@ -457,7 +489,7 @@ def test_a_launch_that_goes_on_from_a_fit_is_the_same_experiment(tmp_path):
 
 def test_a_curve_has_the_steps_at_which_the_metric_was_published():
     rows = [{"step": step, "metrics": {"loss": 1.0 / step}} for step in (1, 2, 3)]
-    result = Result([*rows, {"step": 2, "metrics": {"eval_loss": 4.0}}], StopReason.MAX_STEPS, lambda: None)
+    result = Result([*rows, {"step": 2, "metrics": {"eval_loss": 4.0}}], StopReason.MAX_STEPS, lambda: None, lambda: None)
     assert result.curve("eval_loss") == [(2, 4.0)]
     assert [step for step, _ in result.curve("loss")] == [1, 2, 3]
     with pytest.raises(

@@ -58,7 +58,7 @@ def test_what_is_allowed_is_imported(here):
 
 
 @pytest.mark.parametrize("name", ["model.evil:Task", "model.inner.evil:Task"])
-@pytest.mark.parametrize("source", ["model", "./model/", "link", "model/checkpoints/8"])
+@pytest.mark.parametrize("source", ["model", "./model/", "link", "model/checkpoints/8", "model/best", "link/best"])
 def test_what_lies_inside_the_checkpoint_is_not_imported_even_if_it_is_allowed(here, name, source):
     (here / "link").symlink_to("model")
     (here / "model" / "checkpoints" / "8").mkdir(parents=True)

@@ -116,6 +116,17 @@ def test_only_what_a_record_names_is_a_checkpoint(folder):
     assert layout.unfinished(folder.with_name("nothing")) == []
 
 
+def test_best_is_a_checkpoint_where_a_run_is_and_else_a_name_like_others(folder):
+    run = folder.parent
+    assert layout.named(run / "best") == run / "best"  # nothing is saved
+    put(folder, 1)
+    with pytest.raises(CheckpointError, match="no whole checkpoint of this run has a score"):
+        layout.named(run / "best")
+    assert layout.named(run.parent / "best") == run.parent / "best"
+    (run / "best").make()
+    assert layout.named(run / "best") == run / "best"
+
+
 def test_room_is_looked_for_where_the_folder_lies(tmp_path):
     space = os.statvfs(tmp_path)
     free = space.f_bavail * space.f_frsize
