@@ -132,7 +132,7 @@ def run_job(
     started_at_s = time.time() - (time.monotonic() - began_s)
     # Before anything is written.
     keep_private(config)
-    run_dir = config.run_dir
+    run_dir, code = config.run_dir, tags.reading_code(os.getcwd())
     with no_folder_if_refused(run_dir), fresh.moved_aside(run_dir, begin_anew, check_free) as moved:
         plan, supervised, console = checked(config, began_s)
     launch_id = uuid.uuid4().hex[:12]
@@ -142,7 +142,7 @@ def run_job(
         board.post(event)
     message: dict[str, Any] = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir}
     # Here, and not in the driver, which may run in another folder or on another machine.
-    made_by = {**tags.of_user(sys.argv), **tags.of_code(os.getcwd())}
+    made_by = {**tags.of_user(sys.argv), **code()}
     message |= {"started_at_s": started_at_s, "shown": first, "tags": made_by}
     ended = ThreadEnd()
     # Off the main thread: there Ray Train would take SIGINT for itself.

@@ -39,6 +39,8 @@ from trainers.settings import ARGUMENTS_CLASS, Settings
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
+CONFIG, GIVEN = "config.yaml", "#   "
+"""The file with the settings of the newest launch, and how its lines begin that say what differs from the defaults."""
 SHOWN_LINES_PER_S = 100
 
 
@@ -159,8 +161,13 @@ def given_yaml(config: JobConfig) -> str:
 def resolved_yaml(config: JobConfig) -> str:
     """Returns the file `config.yaml` of a run: all settings, so that `load` gives the same configuration, below those that differ
     from the defaults, as comments. Secrets are masked; `load` asks for them."""
-    differs = "".join(f"#   {line}\n" for line in given_yaml(config).splitlines())
+    differs = "".join(f"{GIVEN}{line}\n" for line in given_yaml(config).splitlines())
     return f"# What differs from the defaults:\n{differs}# All settings, as they were resolved:\n{to_yaml(config)}"
+
+
+def given_in(text: str) -> str:
+    """Returns what differs from the defaults, as YAML text, of a text of `resolved_yaml`; empty of another one."""
+    return "\n".join(line.removeprefix(GIVEN) for line in text.splitlines() if line.startswith(GIVEN))
 
 
 def given(config: JobConfig) -> dict[str, Any]:

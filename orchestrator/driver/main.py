@@ -12,7 +12,7 @@ from typing import Any
 from cluster.hosts.process_env import PRIVATE_UMASK
 from gangway.storage import documents
 from gangway.waits import Result, heeding, in_time, pause
-from orchestrator.config.job import JobConfig, resolved_yaml, shown
+from orchestrator.config.job import CONFIG, JobConfig, resolved_yaml, shown
 from orchestrator.driver.ending import Ending, Progress, Superseded, TrainingFailed, ending
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
@@ -32,7 +32,6 @@ from trainers.recorders.recorder import About
 
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
-CONFIG = "config.yaml"
 REGISTRATION_TIMEOUT_S = 900.0
 """How much longer the end of a launch waits for the final model to be in MLflow, unless a stop is asked for. What is left then is
 sent by the next start."""
@@ -219,7 +218,7 @@ def keep_report(launch: Launch, config: JobConfig) -> str:
     launch.flush(TRACKING_CLOSE_TIMEOUT_S)  # the page is made of what is in the files
     page, *pictures = write_report(launch.run_dir, figures=config.tracking.mlflow)
     for path in (page, *pictures):
-        launch.tracker.log_artifact(path, "report")
+        launch.tracker.log_artifact(path, tags.REPORT)
     return page
 
 

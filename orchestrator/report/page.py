@@ -17,6 +17,7 @@ from orchestrator.run_state.goodput import counted_s, share
 from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence, replayed
+from orchestrator.tracking import tags
 from trainers.console.text import count, sentence
 from trainers.console.text import seconds as duration
 
@@ -63,7 +64,8 @@ def of_one(record: Record) -> str:
         samples=record.samples,
         settings=sorted(record.settings.items()),
         resumes=[(overview.when(one.at_s), sorted(one.changes.items())) for one in record.resumes],
-        versions=sorted((record.summary.get("versions") or {}).items()),
+        given=record.given,
+        made_with=tags.made_with(record.tags),
         comparison=None,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from gangway.storage.documents import DamagedDocument, DocumentKind, StorageError, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
+from orchestrator.config.job import CONFIG, given_in
 from orchestrator.run_state import lines
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.launch import TIMELINE
@@ -68,6 +69,10 @@ class Record:
     """The text of each file of stacks that an incident names, by its path there."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """As resolved, by dotted name."""
+    given: str = ""
+    """Those of the newest launch that differ from the defaults, as YAML."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """What the newest launch was made with, of `orchestrator/tracking/tags.py`."""
     resumes: list[Resume] = field(default_factory=list)
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The goodput ledger of the whole run."""
@@ -101,7 +106,7 @@ def read(run: Where) -> Record:
     that does not answer."""
     folder, problems = place_of(run), list[str]()
     about = overview.read(folder)
-    published, settings, resumes = _tracked(folder, problems)
+    published, settings, resumes, tags = _tracked(folder, problems)
     incidents = _incidents(folder, problems)
     state, summary = (_document(folder, kind, problems) for kind in (STATE_KIND, SUMMARY_KIND))
     ended = summary if summary.get("launch_id") == about.launch_id else {}
@@ -116,12 +121,22 @@ def read(run: Where) -> Record:
         incidents=incidents,
         stacks=_stacks(folder, incidents),
         settings=settings,
+        given=_given(folder, problems),
+        tags=tags,
         resumes=resumes,
         seconds=ended.get("goodput") or overview.seconds_of(state),
         summary=ended,
         samples=_samples(folder, problems),
         problems=[*about.problems, *dict.fromkeys(problems)],
     )
+
+
+def _given(folder: Place, problems: list[str]) -> str:
+    try:
+        return given_in(((folder / CONFIG).get() or b"").decode(errors="replace"))
+    except OSError as error:
+        problems.append(f"{CONFIG} cannot be read: {error.strerror or error}")
+        return ""
 
 
 def _document(folder: Place, kind: DocumentKind, problems: list[str]) -> Mapping[str, Any]:
@@ -141,11 +156,12 @@ def _lines(name: str, found: Callable[[], Iterator[bytes]], problems: list[str])
         problems.append(f"{name} cannot be read: {error.strerror or error}")
 
 
-def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume]]:
-    """Returns what was published, the newest settings, and how they changed."""
+def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume], dict[str, str]]:
+    """Returns what was published, the newest settings, how they changed, and the newest tags."""
     published: dict[int, list[Published]] = {}
     settings: dict[str, str] = {}
     resumes: list[Resume] = []
+    tags: dict[str, str] = {}
     damaged = 0
     for line in _lines(SPOOL, lambda: lines.metrics(folder), problems):
         try:
@@ -160,6 +176,8 @@ def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[
             published[found["step"]] = [*others, Published(found["t"], found["step"], metrics)]
         elif "go_back" in found:
             published = {step: some for step, some in published.items() if step <= found["go_back"]}
+        elif "tags" in found:
+            tags = found["tags"]
         elif "params" in found:
             new = found["params"]
             changed = {name: (settings.get(name), new.get(name)) for name in {**settings, **new}}
@@ -168,7 +186,7 @@ def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[
             settings = new
     if damaged:
         problems.append(f"{damaged} damaged lines of {TRACKING}/{SPOOL} are left out")
-    return sorted((one for some in published.values() for one in some), key=lambda one: one.at_s), settings, resumes
+    return sorted((one for some in published.values() for one in some), key=lambda one: one.at_s), settings, resumes, tags
 
 
 def _marks(folder: Place, problems: list[str]) -> list[Mark]:

@@ -21,7 +21,7 @@ from trainers.recorders.dispatch import Recorders
 SUMMARY = "summary.json"
 
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ray", "mlflow")
+PACKAGES = ("gangway", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ray", "mlflow")
 """Those whose versions may change a run."""
 
 

@@ -29,6 +29,7 @@ from orchestrator.tracking import mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
+from orchestrator.tracking.tags import REPORT
 from orchestrator.tracking.tracker import left_over
 from trainers.config.arguments import PLACE
 
@@ -41,8 +42,12 @@ MAX_PARAM_LENGTH = 6000
 CHANGED = "changed."
 """How the names of the tags begin that have settings which later launches have changed."""
 PLACE_TAG = "gangway.run_dir"
-OF_TRAININGS = {"mlflow.experimentKind": "custom_model_development"}
+KIND_TAG = "mlflow.experimentKind"
+OF_TRAININGS = {KIND_TAG: "custom_model_development"}
 """Without this tag of the experiment, MLflow's pages show its runs among evaluations of language models."""
+NOTE_TAG = "mlflow.note.content"
+ABOUT = "Trained by gangway: settings are parameters; what the machines did, and the goodput, are system metrics."
+"""What the description of a run begins with."""
 LEFT_TAG = "gangway.course_left"
 """The tag of a run whose training has gone back to take another course: which steps have points of both."""
 ATTEMPTS_AT_END = 3
@@ -190,6 +195,8 @@ class MlflowRun:
             self._send_tags(record["tags"])
         elif "artifact" in record:
             self._send_artifact(identity.outside(record["artifact"], self._run_dir), record["folder"] or None)
+            if record["folder"] == REPORT:
+                self.describe(f"{REPORT}/{os.path.basename(record['artifact'])}")
         elif record.get("status") == "RUNNING":
             self.client.update_run(self.run_id, status="RUNNING")
         elif "status" in record:
@@ -202,13 +209,15 @@ class MlflowRun:
                     f"the experiment {name!r} was deleted: restore it (mlflow experiments restore --experiment-id "
                     f"{experiment.experiment_id}), and the metrics are shipped; or set tracking.experiment to another name"
                 )
+            if KIND_TAG not in experiment.tags:
+                self.client.set_experiment_tag(experiment.experiment_id, KIND_TAG, OF_TRAININGS[KIND_TAG])
             return experiment.experiment_id
         # If another run creates it first, this fails, and the next try finds it.
         return self.client.create_experiment(name, artifact_location=artifacts, tags=OF_TRAININGS)
 
     def _find_run(self, named: dict[str, Any]) -> tuple[bool, str]:
         """Returns whether the run existed, and its id. If it or its store was deleted, it is created again from the file."""
-        tags = {KEY_TAG: named["key"], PLACE_TAG: self._run_dir}
+        tags = {KEY_TAG: named["key"], PLACE_TAG: self._run_dir, NOTE_TAG: ABOUT}
         if found := self._run_with(named["key"]):
             self.client.set_tag(found, PLACE_TAG, self._run_dir)  # it may have been moved
             return True, found
@@ -251,6 +260,12 @@ class MlflowRun:
             raise FileNotFoundError(f"artifact {path} is gone: it has to stay until it is shipped")
         send = self.client.log_artifacts if os.path.isdir(path) else self.client.log_artifact
         send(self.run_id, path, folder)
+
+    def describe(self, page: str) -> None:
+        """Links a page among the artifacts in the description of the run, unless it has a link, or the words of a person."""
+        link = f"[Report](#/experiments/{self._experiment_id}/runs/{self.run_id}/artifactPath/{page})"
+        if page.endswith(".html") and self.client.get_run(self.run_id).data.tags.get(NOTE_TAG, ABOUT) == ABOUT:
+            self.client.set_tag(self.run_id, NOTE_TAG, f"{ABOUT}\n\n{link}")
 
     def params(self) -> dict[str, str]:
         """Returns the parameters that MLflow has, as the launches have changed them."""

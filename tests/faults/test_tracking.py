@@ -123,6 +123,8 @@ def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, stor
     assert query(store, "select is_nan from metrics where key = 'eval_loss'") == [(1,)]
     assert query(store, "select key, value from params") == [("model.width", "3")]
     assert ("digest", "12") in query(store, "select key, value from tags")
+    notes = query(store, "select value from tags where key = 'mlflow.note.content' order by length(value)")
+    assert notes[-1][0].endswith(f"/runs/{it.where()['run_id']}/artifactPath/report/page.html)")
     assert query(store, "select status from runs where name = 'a'") == [("FINISHED",)]
     assert [path.read_text() for path in store.parent.glob("mlartifacts/*/artifacts/report/page.html")] == ["hi"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from gangway.published import SYSTEM
 from gangway.storage import documents
+from orchestrator.config.job import CONFIG, build, resolved_yaml
 from orchestrator.driver.exported import STATES
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
@@ -22,6 +24,7 @@ from orchestrator.report.charts import thinned
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident
 from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.spool import Spool
 from tests.saved import saved
 
 BEGAN_S = 1_795_000_000.0
@@ -152,6 +155,19 @@ def test_the_time_line_of_a_run_that_was_resumed_is_that_of_its_newest_launch(ru
 
 def test_each_state_of_a_run_has_its_kind_on_the_time_line():
     assert {*STATES} <= {*timeline.KINDS}
+
+
+def test_the_page_says_first_what_differs_from_the_defaults_and_what_it_was_made_with(run, text, tmp_path):
+    assert "What differs from the defaults" not in text  # this run has no config.yaml, and no tags
+    made = shutil.copytree(run, tmp_path / "made")
+    (made / CONFIG).write_text(resolved_yaml(build({"name": "made", "max_num_steps": 7, "data": {"dataset": "mine:data"}})))
+    tags = {"version.jax": "0.10", "mlflow.source.git.commit": "c" * 40, "mlflow.source.git.branch": "work"}
+    Spool(str(made / "tracking" / "metrics.jsonl")).append({"t": BEGAN_S, "tags": tags})
+    page_of = page.of_one(record.read(made))
+    given = page_of.partition("<p>What differs from the defaults:</p><pre>")[2].partition("</pre>")[0]
+    assert "max_num_steps: 7" in given
+    assert "seed" not in given
+    assert "commit cccccccccccc (work), perhaps changed · jax 0.10" in page_of
 
 
 def test_half_a_run_has_a_page_that_names_what_is_missing(run, tmp_path):

@@ -38,8 +38,13 @@ def test_it_has_what_the_run_measured_and_where_and_when_it_ran(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
-def test_versions_are_those_that_are_installed(tmp_path):
+def test_versions_are_those_that_are_installed(tmp_path, monkeypatch):
+    about = tmp_path / "gangway-9.8.7.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: gangway\nVersion: 9.8.7\n")
+    monkeypatch.syspath_prepend(tmp_path)
     found = built(tmp_path, RESULT, {})["versions"]
+    assert found["gangway"] == "9.8.7"
     assert found["python"] == sys.version.partition(" ")[0]
     for name in ("jax", "ray", "orbax-checkpoint"):
         assert found[name] == metadata.version(name)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 
 from orchestrator.tracking import tags
 
@@ -18,10 +19,11 @@ def test_the_commit_of_the_folder_and_whether_it_was_changed(tmp_path):
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-q", "-m", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
-    clean = {"mlflow.source.git.commit": commit, "mlflow.source.git.branch": "work", "git.dirty": "false"}
+    clean = {"mlflow.source.git.commit": commit, "mlflow.source.git.branch": "work", "mlflow.source.git.dirty": "false"}
     assert tags.of_code(tmp_path) == clean
     (tmp_path / "b").write_text("2")
-    assert tags.of_code(tmp_path) == clean | {"git.dirty": "true"}
+    assert tags.of_code(tmp_path) == clean | {"mlflow.source.git.dirty": "true"}
+    assert tags.reading_code(tmp_path)() == clean | {"mlflow.source.git.dirty": "true"}
 
 
 def test_without_git_or_a_repository_there_is_nothing(tmp_path, monkeypatch):
@@ -36,8 +38,23 @@ def test_a_user_without_a_name_is_a_number(monkeypatch):
         raise KeyError("no such user")
 
     monkeypatch.setattr("getpass.getuser", fail)
-    assert tags.of_user(["/bin/gangway", "run"]) == {"mlflow.user": str(os.getuid()), "mlflow.source.name": "gangway"}
+    assert tags.of_user(["/bin/gangway", "run"]) == {
+        "mlflow.user": str(os.getuid()),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.name": "gangway",
+    }
 
 
-def test_versions_are_tags():
-    assert tags.of_versions({"jax": "0.10"}) == {"version.jax": "0.10"}
+def test_versions_are_tags_and_are_told_with_the_code():
+    found = tags.of_versions({"jax": "0.10"})
+    assert found == {"version.jax": "0.10"}
+    found |= {"mlflow.source.git.commit": "a" * 40, "mlflow.source.git.branch": "work", "mlflow.user": "me"}
+    assert tags.made_with(found) == ["commit aaaaaaaaaaaa (work), perhaps changed", "jax 0.10"]
+    dirty = found | {"mlflow.source.git.dirty": "true"}
+    assert tags.made_with(dirty)[0] == "commit aaaaaaaaaaaa (work), with changes that are not committed"
+    assert tags.made_with({"mlflow.user": "me"}) == []
+
+
+def test_the_code_is_read_beside_what_else_begins(monkeypatch):
+    monkeypatch.setattr(tags, "of_code", lambda folder: {folder: threading.current_thread().name})
+    assert tags.reading_code("here")() == {"here": "code"}

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.tracking import mlflow_shipper
 from orchestrator.tracking import tracker as tracking
 from orchestrator.tracking.config import TrackingConfig
-from orchestrator.tracking.mlflow_shipper import Line, MlflowRun, Shipper, Value, fresh_values, next_batch, read_lines
+from orchestrator.tracking.mlflow_shipper import ABOUT, Line, MlflowRun, Shipper, Value, fresh_values, next_batch, read_lines
 from orchestrator.tracking.spool import Spool
 from orchestrator.tracking.tracker import Tracker, flatten, left_over
 
@@ -239,5 +239,26 @@ def test_an_experiment_that_was_deleted_is_reported_with_the_way_out():
         "the experiment 'gangway' was deleted: restore it (mlflow experiments restore --experiment-id 7), and the metrics are "
         "shipped; or set tracking.experiment to another name"
     )
-    deleted.lifecycle_stage = "active"
-    assert MlflowRun._find_experiment(run, "gangway", None) == "7"
+
+
+def test_an_experiment_of_somebody_becomes_one_of_trainings_unless_it_has_a_kind():
+    experiment, told = SimpleNamespace(experiment_id="7", lifecycle_stage="active", tags={}), []
+    client = SimpleNamespace(get_experiment_by_name=lambda name: experiment, set_experiment_tag=lambda *tag: told.append(tag))
+    for _ in range(2):
+        assert MlflowRun._find_experiment(SimpleNamespace(client=client), "gangway", None) == "7"
+        experiment.tags["mlflow.experimentKind"] = "genai_development"
+    assert told == [("7", "mlflow.experimentKind", "custom_model_development")]
+
+
+@pytest.mark.parametrize("note", [None, ABOUT, "words of a person", ""])
+def test_the_description_links_the_report_and_stays_what_a_person_has_written(note):
+    tags = {} if note is None else {"mlflow.note.content": note}
+    client = SimpleNamespace(
+        get_run=lambda run_id: SimpleNamespace(data=SimpleNamespace(tags=tags)),
+        set_tag=lambda run_id, name, value: tags.update({name: value}),
+    )
+    run = SimpleNamespace(client=client, run_id="r", _experiment_id="7")
+    for page in ("report/figures", "report/report.html", "report/report.html"):
+        MlflowRun.describe(run, page)
+    link = f"{ABOUT}\n\n[Report](#/experiments/7/runs/r/artifactPath/report/report.html)"
+    assert tags == {"mlflow.note.content": link if note in (None, ABOUT) else note}
