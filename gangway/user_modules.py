@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import thread as futures
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,8 @@ class _Trust:
     source: Path
     """The folder or file whose documents name the code."""
     allowed: frozenset[str]
+    named: list[str] = field(default_factory=list)
+    """What the documents name, as far as they were read."""
 
 
 _trust: ContextVar[_Trust | None] = ContextVar("trust", default=None)
@@ -64,6 +66,15 @@ def named_by_data(source: str, allowed: Collection[str] = ()) -> Iterator[None]:
     finally:
         _trust.reset(token)
         sys.path[:] = before
+
+
+def note_names(document: Any) -> None:
+    """Notes the names of code in a document of data, so that an error has all of them at once."""
+    if isinstance(document, Mapping | list):
+        for value in document.values() if isinstance(document, Mapping) else document:
+            note_names(value)
+    elif isinstance(document, str) and PATH.fullmatch(document) and (trust := _trust.get()) is not None:
+        trust.named.append(document)
 
 
 def _places(module: str) -> list[str]:
@@ -112,9 +123,11 @@ def _check(path: str, trust: _Trust) -> None:
     if module.partition(".")[0] == OWN:
         return
     if path not in trust.allowed:
+        others = [name for name in trust.named if name.partition(".")[0] != OWN and name not in trust.allowed]
+        names = list(dict.fromkeys([path, *others]))
         raise UntrustedCodeError(
-            f"{trust.source} names code that is not gangway's: {path}. It would run on this machine with your rights. If it is "
-            f"yours, or you have read it: --trust-code {path}"
+            f"{trust.source} names code that is not gangway's: {', '.join(names)}. It would run on this machine with your "
+            f"rights. If it is yours, or you have read it: {' '.join(f'--trust-code {name}' for name in names)}"
         )
     parts = module.split(".")
     for end in range(1, len(parts) + 1):

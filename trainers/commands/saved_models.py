@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gangway.errors import UsageError
 from gangway.storage.documents import is_url, join
 from gangway.storage.row import CHECKPOINTS
+from gangway.user_modules import note_names
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import OF_EXECUTION
 from trainers.settings import recorded
@@ -67,6 +68,7 @@ def _arguments_of_run(found: Weights) -> TrainingArguments:
     from trainers.config.arguments import from_dict
     from trainers.config.hf_files import has_tokenizer
 
+    note_names(found.meta["arguments"])
     known = {item.name for item in dataclasses.fields(TrainingArguments)}
     arguments = from_dict(TrainingArguments, {name: value for name, value in found.meta["arguments"].items() if name in known})
     folder = files_of(found)
@@ -90,6 +92,7 @@ def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
     if not meta:
         raise UsageError(f"{path} has recorded no configuration: name one after it, which has the held-out data")
     named = {"arguments": meta["arguments_class"]} if "arguments_class" in meta else {}
+    note_names([named, meta["arguments"]])
     return recorded(str(path), {**meta["arguments"], **named}, overrides)
 
 

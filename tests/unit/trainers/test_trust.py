@@ -15,7 +15,7 @@ import pytest
 
 from gangway import user_modules
 from gangway.errors import ModuleError
-from gangway.user_modules import UntrustedCodeError, load_object, named_by_data
+from gangway.user_modules import UntrustedCodeError, load_object, named_by_data, note_names
 from tests import ROOT
 from tests.programs.processes import PATIENCE_S
 
@@ -48,6 +48,16 @@ def test_nothing_is_checked_that_the_user_has_written(here):
 def test_what_nobody_has_allowed_by_its_exact_name_is_not_imported(here, allowed):
     with named_by_data("model", allowed), pytest.raises(UntrustedCodeError, match=r"--trust-code mine\.evil:Task$"):
         load_object("mine.evil:Task")
+    assert ran(here) == []
+
+
+def test_all_names_that_nobody_has_allowed_are_in_one_error(here):
+    with named_by_data("model", ["mine.good:Task"]):
+        note_names({"task": "mine.evil:Task", "more": ["trainers.a:B", "no name", {"x": "mine.good:Task", "y": "mine.b:C"}]})
+        with pytest.raises(
+            UntrustedCodeError, match=r": mine\.evil:Task, mine\.b:C\. .*: --trust-code mine\.evil:Task --trust-code mine\.b:C$"
+        ):
+            load_object("mine.evil:Task")
     assert ran(here) == []
 
 
