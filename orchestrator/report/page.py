@@ -84,10 +84,11 @@ def of_several(records: Sequence[Record]) -> str:
     """Returns the page that compares runs."""
     names = _names(records)
     results = [compare.results_of(record.overview) for record in records]
+    best = compare.best_of([record.settings for record in records], results)
     rows = []
     for name in dict.fromkeys(name for one in results for name in one):
         values = [one.get(name) for one in results]
-        rows.append((WORDS.get(name, name), [compare.shown(name, value) for value in values], compare.best(name, values)))
+        rows.append((WORDS.get(name, name), [compare.shown(name, value) for value in values], best.get(name, ())))
     return _render(
         title=" · ".join(names),
         head=None,

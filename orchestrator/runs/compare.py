@@ -1,13 +1,15 @@
-"""`gangway compare RUN RUN [RUN ...]`: the settings in which runs differ, and how they did, side by side.
+"""`gangway compare RUN|STORAGE [RUN|STORAGE ...]`: the settings in which runs differ, and how they did, side by side.
 
-Each RUN is a run's folder, or its URL. Exit status: 0; 2 when one of them is no run.
+Each RUN is a run's folder, or its URL. A STORAGE stands for all runs in it. Exit status: 0; 2 when one of them is no run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,16 +20,22 @@ from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import SYSTEM, number
 from gangway.storage import documents, json_text
 from gangway.storage.documents import Where
+from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
-from orchestrator.config.locate import REFUSALS, NoRunError, run_of
+from gangway.storage.store import Place
+from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
+from trainers.config.evaluation import ScoreConfig, lower_is_better
 from trainers.console.text import printable, seconds, table_console
 
-LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
+OF_AMOUNT = ("wall_s", "num_incidents")
+"""Results that are less in a run that has stopped earlier: they say something of runs of the same step alone."""
+LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", *OF_AMOUNT)
 HIGHER_IS_BETTER = ("accuracy", "tokens_per_s", "samples_per_s", "goodput", "mfu")
+SCORES = ("score", "best_score")
 BEST = "* "
 NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
@@ -36,19 +44,39 @@ NOT_COMPARED = frozenset({"name", "storage"})
 @command(*REFUSALS, is_read=True)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.runs.compare", "Runs side by side.", example="runs/first runs/second")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")
+    parser.add_argument("runs", nargs="+", metavar="RUN|STORAGE", help="the folders of runs, or of storages, or their URLs")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
-    if len(options.runs) < 2:
-        parser.error("expected at least two runs")
-    folders = [run_of(run) for run in options.runs]
-    settings = differing([settings_of(folder) for folder in folders])
-    results = [results_of(overview.read(folder)) for folder in folders]
+    found = {folder: settings for run in options.runs for folder, settings in named(run).items()}
+    if len(found) < 2:
+        parser.error(f"expected at least two runs (found {len(found)})")
+    settings, results = differing([*found.values()]), [results_of(overview.read(folder)) for folder in found]
+    best = best_of([*found.values()], results)
     if options.json:
-        print(json_text.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
+        document = {"runs": [*map(str, found)], "settings": settings, "results": results, "best": best}
+        print(json_text.dumps(document, indent=1))
         return EXIT_FINE
-    show(table_console(), [folder.name for folder in folders], settings, results)
+    show(table_console(), [folder.name for folder in found], settings, results, best)
     return EXIT_FINE
+
+
+def named(name: str) -> dict[Place, dict[str, str]]:
+    """Returns the settings of the run that is named, or of all in a storage, and tells what is no run there. Raises what REFUSALS
+    names."""
+    is_folder = documents.is_url(name) or Path(name).is_dir()
+    if not is_folder or is_run(place := place_of(name, FOR_PEOPLE)):
+        return {(run := run_of(name)): settings_of(run)}
+    found, others = dict[Place, dict[str, str]](), list[str]()
+    for run in sorted({*runs_in(place), *(place / folder for folder in place.folders())}, key=str):
+        try:
+            found[run] = settings_of(run)
+        except NoRunError:
+            others.append(run.name)
+    if not found:
+        return {(run := run_of(name)): settings_of(run)}  # which says what is wrong with it
+    if others:
+        print(f"left out of {name}, for they are no runs with settings: {len(others)} ({', '.join(others)})", file=sys.stderr)
+    return found
 
 
 def settings_of(run: Where) -> dict[str, str]:
@@ -92,17 +120,41 @@ def results_of(run: Overview) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def best(name: str, values: Sequence[Any]) -> list[int]:
-    """Returns the numbers of the runs that are best by a result: several if they are equal; none if all are, or if nothing says
-    what is better. A result that is not finite is never the best."""
+def best_of(settings: Sequence[Mapping[str, str]], results: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Returns the numbers of the runs that are best, by the results that say what is better. No run is better for having stopped
+    earlier."""
+    lower = {name: is_lower_better(name) for name in dict.fromkeys(name for one in results for name in one)}
+    lower |= dict.fromkeys(SCORES, _is_lower_score_better(settings))
+    if len({one.get("step") for one in results}) > 1:
+        lower |= dict.fromkeys(OF_AMOUNT)
+    found = {name: best([one.get(name) for one in results], each) for name, each in lower.items() if each is not None}
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def is_lower_better(name: str) -> bool | None:
+    """Returns whether a lower value of a result is better; None if its name does not tell."""
+    if name.endswith(HIGHER_IS_BETTER):
+        return False
+    return True if name.endswith(LOWER_IS_BETTER) else lower_is_better(name)
+
+
+def _is_lower_score_better(settings: Sequence[Mapping[str, str]]) -> bool | None:
+    """Returns whether a lower score is better; None if the runs score by other metrics, or none does."""
+    rules = {tuple(one.get(f"evaluation.score.{name}") for name in ("metrics", "lower_better", "combine")) for one in settings}
+    metrics, lower, _ = rules.pop()
+    if rules or metrics is None:
+        return None
+    told = {"True": True, "False": False}.get(str(lower))
+    return ScoreConfig(metrics=tuple(json.loads(metrics)), lower_better=told).lowest_is_best
+
+
+def best(values: Sequence[Any], is_lower_better: bool) -> list[int]:
+    """Returns the numbers of the runs that are best by a result: several if they are equal; none if all are. A result that is not
+    finite is never the best."""
     finite = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-    if not (
-        finite
-        and len({value for value in values if isinstance(value, int | float)}) > 1
-        and name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER))
-    ):
+    if not finite or len({value for value in values if isinstance(value, int | float)}) < 2:
         return []
-    first = min(finite) if name.endswith(LOWER_IS_BETTER) else max(finite)
+    first = min(finite) if is_lower_better else max(finite)
     return [number for number, value in enumerate(values) if value == first]
 
 
@@ -111,6 +163,7 @@ def show(
     names: Sequence[str],
     settings: Mapping[str, Sequence[str | None]],
     results: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Sequence[int]],
 ) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
@@ -123,8 +176,7 @@ def show(
         table.add_row(Text("  none", "bright_black"))
     table.add_row(Text("results", "bold"))
     for name in dict.fromkeys(name for one in results for name in one):
-        values = [one.get(name) for one in results]
-        first = best(name, values)
+        values, first = [one.get(name) for one in results], best.get(name, ())
         table.add_row(f"  {name}", *(_cell(shown(name, value), number in first) for number, value in enumerate(values)))
     screen.print(table)
     screen.print(f"{BEST.strip()} the best of its line", style="bright_black")

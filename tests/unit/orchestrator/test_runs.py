@@ -202,15 +202,47 @@ def test_runs_are_compared_by_what_differs(start, storage, capsys):
     said = capsys.readouterr().out
     assert "model.width" in said
     assert [line.split()[1:] for line in said.splitlines() if line.split()[:1] == ["loss"]] == [["2.0000", "*", "1.5000"]]
-    assert [compare.best(name, [2.0, 1.5]) for name in ("loss", "goodput", "mine")] == [[1], [0], []]
-    assert compare.best("eval_loss", [1.0, None, 1.0]) == []
+    told = {"loss": True, "goodput": False, "mine": None, "eval_f1": False, "word_error_rate": True, "eval_samples_per_s": False}
+    assert {name: compare.is_lower_better(name) for name in told} == told
+    assert compare.best([1.0, None, 1.0], True) == []
     nan = float("nan")
-    assert [compare.best("loss", values) for values in ([nan, 1.0, 2.0], [2.0, nan, 1.0], [nan, 1.0])] == [[1], [2], [1]]
-    assert compare.best("goodput", [float("inf"), 0.5]) == [1], "no run is that good"
-    assert compare.best("loss", [nan, nan]) == []
-    assert compare.best("eval_loss", [2.0, 1.0, None, 1.0]) == [1, 3], "two that are equal are both the best"
+    assert [compare.best(values, True) for values in ([nan, 1.0, 2.0], [2.0, nan, 1.0], [nan, 1.0])] == [[1], [2], [1]]
+    assert compare.best([float("inf"), 0.5], False) == [1], "no run is that good"
+    assert compare.best([nan, nan], True) == []
+    assert compare.best([2.0, 1.0, None, 1.0], True) == [1, 3], "two that are equal are both the best"
     with pytest.raises(SystemExit):
         compare.main(folders[:1])
+
+
+def test_a_run_is_no_better_for_having_stopped_earlier_and_a_score_counts_by_its_setting():
+    def best(steps=(40, 40), metrics=('["eval_bleu"]', '["eval_bleu"]'), lower="None"):
+        settings = [{"evaluation.score.metrics": each, "evaluation.score.lower_better": lower} for each in metrics]
+        results = [
+            {"step": step, "wall_s": wall_s, "score": wall_s, "eval_bleu": 5.0}
+            for step, wall_s in zip(steps, (1.0, 2.0), strict=True)
+        ]
+        return compare.best_of(settings, results)
+
+    assert best() == {"wall_s": [0], "score": [1]}
+    assert best(steps=(20, 40)) == {"score": [1]}
+    assert best(lower="True") == {"wall_s": [0], "score": [0]}
+    assert best(metrics=('["eval_bleu"]', '["eval_loss"]')) == {"wall_s": [0]}
+    assert compare.best_of([{}, {}], [{"step": 1, "score": 1.0}, {"step": 1, "score": 2.0}]) == {}
+
+
+def test_a_storage_stands_for_its_runs_and_what_is_no_run_is_named(start, storage, capsys):
+    start("a", seed=0)
+    start("b", seed=1)
+    for other in ("notes", "empty/checkpoints"):
+        (storage / other).mkdir(parents=True)
+    assert compare.main([str(storage), "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert [Path(run).name for run in found["runs"]] == ["a", "b"]
+    assert found["settings"] == {"seed": ["0", "1"]}
+    assert f"left out of {storage}, for they are no runs with settings: 2 (empty, notes)" in said.err
+    assert compare.main([str(storage / "notes"), str(storage)]) == 2
+    assert "is not a run's folder" in capsys.readouterr().err
 
 
 def an_incident(**changes):
