@@ -33,6 +33,14 @@ def test_without_git_or_a_repository_there_is_nothing(tmp_path, monkeypatch):
     assert tags.of_code(os.getcwd()) == {}
 
 
+def test_a_repository_whose_state_is_not_known_is_not_called_clean(tmp_path, monkeypatch):
+    git = tmp_path / "git"
+    git.write_text('#!/bin/sh\ncase "$*" in *status*) exit 1;; *) echo abc;; esac\n')
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert tags.of_code(tmp_path) == {"mlflow.source.git.commit": "abc", "mlflow.source.git.branch": "abc"}
+
+
 def test_a_user_without_a_name_is_a_number(monkeypatch):
     def fail():
         raise KeyError("no such user")
