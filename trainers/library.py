@@ -65,12 +65,15 @@ class Result:
         stop_reason: StopReason,
         trained: Callable[[], tuple[TrainState, nnx.Module]],
         best: Callable[[], nnx.Module],
+        schedule: str,
     ):
         """`rows` are (step, metrics) of each publish. `trained` returns the state and the model, and `best` the best model, when
         they are used."""
         self.history = history(rows)
         """A row for each step at which metrics were published, with the step: `pandas.DataFrame(result.history)`."""
         self.stop_reason = stop_reason
+        self.schedule = schedule
+        """The course of the learning rate, in words, such as `0.03, cosine`."""
         self._trained, self._best = trained, best
 
     @property
@@ -212,6 +215,8 @@ class Training:
 
         for line in going_on.of_run(going_on.newest(folder), arguments):
             tell(line)
+        schedule = self._schedule(arguments)
+        tell(f"learning rate: {schedule}")
         trainer: BaseTrainer | None = None
         with installed(runtime.Runtime(send)):
             try:
@@ -227,7 +232,7 @@ class Training:
                     shown.close()
         output = trainer.output
         assert output is not None
-        return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)), self._best_model)
+        return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)), self._best_model, schedule)
 
     def _hear(self, event: Event, rows: list[Any], recorders: Recorders, shown: Progress | None) -> None:
         if event["ev"] == "metrics":
@@ -336,7 +341,16 @@ class Training:
                 state = trainer.load_pretrained(run_dir)
                 return state, module(trainer, state)
 
-        return Result(self._recorded(self._arguments(run_dir), run_dir), StopReason(stop_reason), trained, self._best_model)
+        arguments = self._arguments(run_dir)
+        rows, schedule = self._recorded(arguments, run_dir), self._schedule(arguments)
+        return Result(rows, StopReason(stop_reason), trained, self._best_model, schedule)
+
+    def _schedule(self, arguments: TrainingArguments) -> str:
+        if is_transformation(self.optimizer):
+            return "that of the transformation"
+        name = arguments.optimizer.schedule.name
+        otherwise = "" if name == "constant" else " (for a constant one: optimizer={..., 'schedule': {'name': 'constant'}})"
+        return f"{arguments.optimizer.learning_rate:g}, {name}{otherwise}"
 
     def _best_model(self) -> nnx.Module:
         if self.run_dir is None:

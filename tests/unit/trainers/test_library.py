@@ -358,6 +358,14 @@ def test_a_notebook_is_no_terminal_and_gets_one_line(monkeypatch):
     assert cell.getvalue() == "\rstep 10  loss 1"
 
 
+def test_the_course_of_the_learning_rate_is_told(capsys):
+    told = "0.1, cosine (for a constant one: optimizer={..., 'schedule': {'name': 'constant'}})"
+    assert training(steps=1, progress=True, optimizer={"name": "adam", "learning_rate": 0.1}).fit().schedule == told
+    assert f"learning rate: {told}" in capsys.readouterr().out
+    assert training(steps=1, optimizer=ADAM).fit().schedule == "0.1, constant"
+    assert training(steps=1, optimizer=optax.sgd(0.1)).fit().schedule == "that of the transformation"
+
+
 def test_progress_can_be_turned_off(capsys):
     training(steps=2, eval_data=points).fit()
     assert capsys.readouterr() == ("", "")
@@ -489,7 +497,7 @@ def test_a_launch_that_goes_on_from_a_fit_is_the_same_experiment(tmp_path):
 
 def test_a_curve_has_the_steps_at_which_the_metric_was_published():
     rows = [{"step": step, "metrics": {"loss": 1.0 / step}} for step in (1, 2, 3)]
-    result = Result([*rows, {"step": 2, "metrics": {"eval_loss": 4.0}}], StopReason.MAX_STEPS, lambda: None, lambda: None)
+    result = Result([*rows, {"step": 2, "metrics": {"eval_loss": 4.0}}], StopReason.MAX_STEPS, lambda: None, lambda: None, "")
     assert result.curve("eval_loss") == [(2, 4.0)]
     assert [step for step, _ in result.curve("loss")] == [1, 2, 3]
     with pytest.raises(
