@@ -99,8 +99,8 @@ def test_a_folder_of_checkpoints_that_is_gone(tmp_path, capsys):
         shutil.rmtree(tmp_path / "job" / "checkpoints")
         folder.process(1).kill()
 
-    retries = {"driver": {"restart": {"retry_for_s": 2.0}}}
-    run_job(settings(tmp_path, hosts={"count": 2, "env": folder.env}, max_num_steps=20, **retries), Striking((step(8), strike)))
+    changes = {"driver": {"restart": {"retry_for_s": 2.0}}, "checkpoint": {"save_steps": 6}}
+    run_job(settings(tmp_path, hosts={"count": 2, "env": folder.env}, max_num_steps=20, **changes), Striking((step(7), strike)))
     of_run, listed = told(capsys, tmp_path)
     for said in (of_run, listed.splitlines()[-1]):
         assert f"of this run was committed, and is not in {tmp_path}/job/checkpoints: there is no such folder" in said
