@@ -14,19 +14,22 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
 from gangway.config.importable import path_of, why_not_here
 from gangway.config.masking import masked
 from gangway.config.section import PATH, did_you_mean
-from gangway.errors import NotConfiguredError, UsageError
+from gangway.errors import NotConfiguredError, UsageError, is_of_user, notes_of
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url
 from gangway.storage.row import BEST
@@ -38,11 +41,15 @@ from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.keywords import NO_END, PiecesArguments, as_given, plain, put, unknown
 from trainers.console.view import lines
 from trainers.data.sources import pieces
+from trainers.data.sources.iterable import random_access
+from trainers.data.sources.sequence import held_out_examples
+from trainers.optim.optimizers import build_optimizer
+from trainers.optim.schedules import build_schedule
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
-from trainers.step.state import TrainState
+from trainers.step.state import TrainState, abstract_model
 from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.beginnings import saved_state
@@ -184,6 +191,8 @@ class Training:
         self._settings = self._checked(
             {"max_num_steps": steps, "max_num_data_epochs": epochs, "global_batch_size": batch_size}, settings, problems
         )
+        if problems:
+            raise UsageError("\n".join(problems))
 
     def __repr__(self) -> str:
         return f"Training({pieces_named(self.model)}, {pieces_named(self.loss)}, {type(self.data).__name__})"
@@ -192,7 +201,9 @@ class Training:
 
     def fit(self) -> Result:
         """Trains in this process, and returns the result. Ctrl-C, and the button that interrupts a notebook, end it between two
-        steps; a second one at once. Raises what training raises. Only one thread at a time may call it."""
+        steps; a second one at once. Raises what training raises: UsageError with everything that is wrong with the pieces; an
+        error in the user's own code without the frames of gangway around it, which `JAX_TRACEBACK_FILTERING=off` shows. Only one
+        thread at a time may call it."""
         if why_not := why_not_here("fit", os.environ):
             raise UsageError(why_not)
         if not _fitting.acquire(blocking=False):
@@ -200,6 +211,8 @@ class Training:
         try:
             with _folder(self.run_dir) as folder:
                 return self._fit(folder)
+        except Exception as error:
+            raise folded(error) from error.__cause__
         finally:
             _fitting.release()
 
@@ -222,6 +235,11 @@ class Training:
             try:
                 trainer = self._trainer(arguments, tuple(map(callback_of, self.callbacks)))
                 trainer.train()
+            except UsageError as error:
+                found = [*self._wrong(arguments, is_built=trainer is not None)]
+                first = as_given(str(error))
+                error.args = ("\n".join(found if any(first in each for each in found) else [*found, first]),)
+                raise
             finally:
                 if trainer is not None and trainer.output is None:
                     # Threads that read ahead would stay after an error.
@@ -233,6 +251,27 @@ class Training:
         output = trainer.output
         assert output is not None
         return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)), self._best_model, schedule)
+
+    def _wrong(self, arguments: PiecesArguments, *, is_built: bool) -> Iterator[str]:
+        """Yields what is wrong with each piece that can be tried alone. `is_built`: data and callbacks have made a trainer."""
+        schedule, rate = arguments.optimizer.schedule, arguments.optimizer.learning_rate
+        tries: list[tuple[str, Callable[[], Any]]] = [
+            ("model", lambda: abstract_model(PiecesTask.of(self.model, self.loss), arguments.seed, None)),
+            ("optimizer", lambda: build_schedule(schedule, rate, arguments.max_num_steps or 1)),
+            ("optimizer", lambda: build_optimizer(arguments.optimizer, optax.constant_schedule(rate), {})),
+        ]
+        if not is_built:
+            tries += [
+                ("data", lambda: random_access(pieces.as_data(self.data), arguments, lambda text: None)),
+                ("eval_data", lambda: self.eval_data is None or held_out_examples(pieces.as_data(self.eval_data), 0)),
+                *(("callbacks", partial(callback_of, each)) for each in self.callbacks),
+            ]
+        for piece, look in tries:
+            try:
+                look()
+            except UsageError as error:
+                text = as_given(str(error))
+                yield text if text.startswith(piece) else f"{piece}: {text}"
 
     def _hear(self, event: Event, rows: list[Any], recorders: Recorders, shown: Progress | None) -> None:
         if event["ev"] == "metrics":
@@ -372,7 +411,7 @@ class Training:
             raise UsageError(str(error)) from error
 
     def _checked(self, own: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """Returns the settings of a configuration. Raises UsageError with everything that is wrong, `problems` first."""
+        """Returns the settings of a configuration. Adds to `problems` what is wrong with them."""
         own_names = [*inspect.signature(Training).parameters]
         wrong = {name: texts for name in given if (texts := [*unknown(name, own_names)])}
         problems += [text for texts in wrong.values() for text in texts]
@@ -382,8 +421,6 @@ class Training:
         except ValueError as error:
             # A misspelt `steps` ends nothing: that is no problem of its own.
             problems += [line for line in map(as_given, str(error).splitlines()) if not (wrong and line == NO_END)]
-        if problems:
-            raise UsageError("\n".join(problems))
         return made
 
     def _made(self, own: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -442,6 +479,25 @@ def callback_of(value: Any) -> Callback:
     if not isinstance(made, Callback):
         raise UsageError(f"callbacks: {pieces_named(value)} is {type(made).__name__}: expected a trainers.callbacks:Callback")
     return made
+
+
+def folded(error: Exception) -> Exception:
+    """Returns an error in the words of the call, and without the frames that lead to the user's code; of an error in the program
+    itself, which is no UsageError, with all frames."""
+    is_usage = isinstance(error, UsageError)
+    notes = notes_of(error) if is_usage else getattr(error, "__notes__", ())
+    error.__notes__ = [*map(as_given, notes)]
+    if is_usage:
+        error.args, error.__cause__ = (as_given(str(error)),), None
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    own = [number for number, (frame, _) in enumerate(frames) if is_of_user(frame.f_code.co_filename)]
+    if jax.config.jax_traceback_filtering == "off" or not (own or is_usage):
+        return error
+    kept = None
+    for number in reversed(own if is_usage else [*own, *range(own[-1] + 1, len(frames))]):
+        frame, line = frames[number]
+        kept = TracebackType(kept, frame, -1, line)
+    return error.with_traceback(kept)
 
 
 def is_transformation(value: Any) -> bool:

@@ -24,6 +24,18 @@ INSTEAD = {
 NO_END = "nothing ends this training: give steps or epochs"
 WORDS = {"global_batch_size": "batch_size", "max_num_steps": "steps", "max_num_data_epochs": "epochs"}
 """Keys that have another name in the call."""
+PHRASES = {
+    **WORDS,
+    "the examples of data.dataset": "the examples",
+    "data.dataset": "data",
+    "dataset_eval": "eval_data",
+    "optimizer.name": "optimizer",
+    "the loss of PiecesTask": "the loss",
+    "give dataset_train, or override configure_dataloaders": "give data",
+    "; configure_dataloaders may return an iterable of batches in its place": "",
+    " in build_data_transform": "",
+}
+"""What texts for users of a configuration, or of a trainer of their own, say otherwise than those for a call."""
 
 
 def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
@@ -43,12 +55,11 @@ def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
 
 
 def as_given(problem: str) -> str:
-    """Returns a problem of a configuration in the words of the call, if it has other words for the key."""
+    """Returns a problem of a configuration in the words of the call."""
     if problem.startswith("nothing ends this run"):
         return NO_END
-    found = re.match(r"\w+", problem)
-    key = found[0] if found else ""
-    return WORDS.get(key, key) + problem.removeprefix(key)
+    phrases = "|".join(map(re.escape, PHRASES))
+    return re.sub(rf"(?:(?<![\w.])|(?=\W))({phrases})(?!\w|\.\w)", lambda found: PHRASES[found[0]], problem)
 
 
 def fields(hint: Any) -> set[str]:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +307,47 @@ def test_a_folder_with_a_run_of_another_model_is_refused(tmp_path):
 def test_a_wrong_setting_is_reported_where_it_is_given(settings, told):
     with pytest.raises(UsageError, match=told):
         training(**settings)
+
+
+def test_what_is_wrong_with_the_pieces_comes_at_once_in_the_words_of_the_call():
+    wrong = {"data": {"x": X, "y": X[:3]}, "eval_data": 3, "callbacks": (3,), "optimizer": "adamm"}
+    with pytest.raises(UsageError) as raised:
+        training(nnx.Linear, **wrong).fit()
+    told = str(raised.value).splitlines()
+    assert [line.split()[0] for line in told] == ["model", "optimizer", "data:", "eval_data", "callbacks:"]
+    assert "lengths (x 24, y 3)" in told[2]
+    assert told[1].startswith("optimizer = 'adamm': expected one of ")
+    assert told[3].endswith("such as list(...) of an iterable")
+    with pytest.raises(UsageError, match=r"^data: epochs = 2: .*; set steps$"):
+        training(data=lambda: iter([{"x": 0.0, "y": 1.0}]), steps=None, epochs=2).fit()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "frames"),
+    [
+        ({"loss": lambda model, batch: 0.0 * jnp.sum(batch["x"])}, UsageError, []),
+        ({"loss": lambda model, batch: model(batch["z"])}, KeyError, ["<lambda>"]),
+        ({"data": lambda: np.zeros(3).reshape(2)}, ValueError, ["<lambda>"]),
+        # A mistake that no code of the user's has met may be one of the program: nothing is left out.
+        ({"optimizer": lambda config: None}, TypeError, ["_fit", "_trainer"]),
+    ],
+)
+def test_an_error_shows_the_frames_of_the_user_and_no_others(changes, error, frames):
+    with pytest.raises(error) as raised:
+        training(**changes).fit()
+    shown = [frame.name for frame in traceback.extract_tb(raised.tb)]
+    assert shown[1] == "fit"
+    assert [name for name in shown[2:] if name != "fit"] == frames
+    if error is KeyError:
+        assert "it has no column 'z'; give the examples one, or" in raised.value.__notes__[0]
+        before = jax.config.jax_traceback_filtering
+        jax.config.update("jax_traceback_filtering", "off")
+        try:
+            with pytest.raises(error) as raised:
+                training(**changes).fit()
+        finally:
+            jax.config.update("jax_traceback_filtering", before)
+        assert "_fit" in [frame.name for frame in traceback.extract_tb(raised.tb)]
 
 
 def test_keys_of_a_section_that_has_the_name_of_a_piece():
