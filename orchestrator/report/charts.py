@@ -13,17 +13,18 @@ from orchestrator.report.timeline import Timeline
 Chart = dict[str, Any]
 Points = Sequence[tuple[float, float]]
 
-HALF, WHOLE = 430, 940
-"""Widths in pixels: two charts beside each other, and one alone."""
+HALF, WHOLE, NARROW = 430, 940, 290
+"""Widths in pixels: two charts beside each other, one alone, and one on a telephone."""
 LETTER = 7
 """Pixels of a letter of a name in a bar, at most."""
+LEGEND = {"title": None, "orient": "top", "direction": "horizontal", "columnPadding": 24}
 KINDS = {"training": GOOD, "starting": STARTING, "saving, evaluating": SAVING, "failed, recovering": TROUBLE, "waiting": WAITING}
 
 
 def lines(
     title: str, unit: str, curves: Mapping[str, Points], *, x: str = "step", width: int = HALF, percent: bool = False
 ) -> Chart:
-    """A line for each curve, with its name and its last value at its end."""
+    """A line for each curve; above them their names, if there are several."""
     names = list(curves)
     colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(names)}
     drawn = {name: thinned(points) for name, points in curves.items()}
@@ -32,32 +33,29 @@ def lines(
     largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:
-        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else ".2~e"
-        if axis["format"] == ".2~e":
+        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else "~e"
+        if axis["format"] == "~e":
             axis["labelExpr"] = "datum.value === 0 ? '0' : datum.label"
-    scale: dict[str, Any] = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    scale: dict[str, Any] = {"zero": percent}
     least = min((y for points in curves.values() for _, y in points), default=0.0)
     if 0 <= least < largest / 4:
-        scale["domainMin"] = 0  # else the room for the names shows numbers below 0, such as a negative learning rate
+        scale["domainMin"] = 0  # a curve that falls to almost nothing falls to the floor
     x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
+    legend = {**LEGEND, "symbolType": "stroke", "columns": max(1, width // 200), "labelLimit": 180} if len(names) > 1 else None
+    color = {"field": "of", "type": "nominal", "legend": legend, "scale": {"domain": names, "range": [*colors.values()]}}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "axis": x_axis},
         "y": {"field": "y", "type": "quantitative", "axis": axis, "scale": scale},
-        "color": {"field": "of", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*colors.values()]}},
+        "color": color,
     }
     layers: list[dict[str, Any]] = [
         {"data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 1.6, "strokeJoin": "round"}, "encoding": encoding},
         {"data": {"values": ends}, "mark": {"type": "point", "filled": True, "size": 22, "opacity": 1}, "encoding": encoding},
     ]
-    # The labels of lines that end near each other stand above and below.
-    for number, end in enumerate(sorted(ends, key=_height, reverse=True) if len(names) > 1 else ()):
-        dy = -10 if number % 2 == 0 else 13
-        mark = {"type": "text", "align": "right", "dx": -6, "dy": dy, "fontSize": 11, "fontWeight": 600}
-        layers.append({"data": {"values": [end]}, "mark": mark, "encoding": {"text": {"field": "of"}, **encoding}})
     return {"title": _title(title, unit), "width": width, "height": 170, "layer": layers}
 
 
-def goodput_bar(seconds: Mapping[str, float]) -> Chart:
+def goodput_bar(seconds: Mapping[str, float], width: int = WHOLE) -> Chart:
     """One bar: how the seconds of the run were spent."""
     spent = {name: value for name, value in seconds.items() if value > 0}
     whole_s, begin_s = sum(spent.values()) or 1.0, 0.0
@@ -65,13 +63,13 @@ def goodput_bar(seconds: Mapping[str, float]) -> Chart:
     for name, value in spent.items():
         ends = {"from": begin_s / whole_s, "to": (begin_s + value) / whole_s, "middle": (begin_s + value / 2) / whole_s}
         rows.append({"what": name.replace("_", " "), "kind": KIND_OF.get(name, "waiting"), **ends})
-        large += rows[-1:] if WHOLE * value / whole_s > LETTER * (len(name) + 1) else []
+        large += rows[-1:] if width * value / whole_s > LETTER * (len(name) + 1) else []
         begin_s += value
-    color = {"field": "kind", "type": "nominal", "legend": None, "scale": {"domain": [*KINDS], "range": [*KINDS.values()]}}
+    color = _kinds(width)
     x = {"type": "quantitative", "axis": {"format": ".0%", "title": None, "tickCount": 5}, "scale": {"domain": [0, 1]}}
     return {
         "title": _title("Where the time went", "share of the wall clock"),
-        "width": WHOLE,
+        "width": width,
         "height": 44,
         "layer": [
             {
@@ -112,11 +110,11 @@ KIND_OF = {
 """The kind of a category of the goodput ledger."""
 
 
-def apart(incidents: Sequence[Chart], length: float) -> list[Chart]:
+def apart(incidents: Sequence[Chart], length: float, width: int = WHOLE) -> list[Chart]:
     """Returns the incidents that have room for their names: each name as long as it is, from where the incident is."""
     found: list[Chart] = []
     for one in sorted(incidents, key=lambda one: one["x"]):
-        if not found or (one["x"] - found[-1]["x"]) / length * WHOLE > LETTER * len(found[-1]["what"]):
+        if not found or (one["x"] - found[-1]["x"]) / length * width > LETTER * len(found[-1]["what"]):
             found.append(one)
     return found
 
@@ -126,32 +124,28 @@ def unit_of(length_s: float) -> tuple[float, str]:
     return (3600.0, "hours") if length_s > 2 * 3600 else (60.0, "minutes") if length_s > 180 else (1.0, "seconds")
 
 
-def gantt(line: Timeline) -> Chart:
+def gantt(line: Timeline, width: int = WHOLE) -> Chart:
     """A row for the run and one for each host: what they did when; and a mark for each incident and each save."""
     unit_s, unit = unit_of(line.length_s)
     rows = [{"row": bar.row, "a": bar.from_s / unit_s, "b": bar.to_s / unit_s, "kind": bar.kind} for bar in line.bars]
     order = line.rows
     y = {"field": "row", "type": "nominal", "sort": order, "axis": {"title": None, "grid": False}, "scale": {"domain": order}}
     scale = {"domain": [0, line.length_s / unit_s], "nice": False}
-    x = {"type": "quantitative", "axis": {"title": f"{unit} since the start", "tickCount": 8}, "scale": scale}
-    color = {
-        "field": "kind",
-        "type": "nominal",
-        "scale": {"domain": [*KINDS], "range": [*KINDS.values()]},
-        "legend": {"title": None, "orient": "top", "direction": "horizontal", "symbolType": "square", "columnPadding": 24},
-    }
+    x = {"type": "quantitative", "axis": {"title": f"{unit} since the start", "tickCount": width // 100}, "scale": scale}
     incidents = [{"x": at_s / unit_s, "what": what} for at_s, what in line.incidents]
     saves = [{"x": at_s / unit_s, "row": order[0]} for at_s in line.saves]
-    named = apart(incidents, line.length_s / unit_s)
+    named = [
+        one | {"align": _side(one, line.length_s / unit_s, width)} for one in apart(incidents, line.length_s / unit_s, width)
+    ]
     return {
         "title": _title("Time line", line.about),
-        "width": WHOLE,
+        "width": width,
         "height": {"step": 22},
         "layer": [
             {
                 "data": {"values": rows},
                 "mark": {"type": "bar", "height": 15},
-                "encoding": {"x": {**x, "field": "a"}, "x2": {"field": "b"}, "y": y, "color": color},
+                "encoding": {"x": {**x, "field": "a"}, "x2": {"field": "b"}, "y": y, "color": _kinds(width)},
             },
             {
                 "data": {"values": saves},
@@ -168,8 +162,7 @@ def gantt(line: Timeline) -> Chart:
                 "mark": {
                     "type": "text",
                     "color": TROUBLE,
-                    "align": "left",
-                    "dx": 3,
+                    "align": {"expr": "datum.align"},
                     "baseline": "bottom",
                     "fontSize": 10,
                     "y": 0,
@@ -180,18 +173,22 @@ def gantt(line: Timeline) -> Chart:
     }
 
 
-def heat(title: str, cells: Sequence[tuple[int, int, float]], about: str) -> Chart:
+def heat(title: str, cells: Sequence[tuple[int, int, float]], about: str, width: int = WHOLE) -> Chart:
     """Rows of hosts, columns of steps: how many seconds each host worked on a step."""
     factor, unit = (1e3, "milliseconds") if max((value for *_, value in cells), default=0.0) < 1.0 else (1.0, "seconds")
     rows = [{"host": host, "step": step, "s": value * factor} for host, step, value in cells]
     return {
         "title": _title(title, f"{unit} {about}"),
-        "width": WHOLE,
+        "width": width,
         "height": {"step": 16},
         "data": {"values": rows},
         "mark": {"type": "rect"},
         "encoding": {
-            "x": {"field": "step", "type": "ordinal", "axis": {"title": "step", "labelOverlap": True, "labelAngle": 0}},
+            "x": {
+                "field": "step",
+                "type": "ordinal",
+                "axis": {"title": "step", "labelOverlap": True, "labelSeparation": 6, "labelAngle": 0},
+            },
             "y": {"field": "host", "type": "ordinal", "axis": {"title": "host"}},
             "color": {
                 "field": "s",
@@ -226,8 +223,16 @@ def _title(title: str, unit: str) -> dict[str, Any]:
     return {"text": title, "subtitle": unit}
 
 
-def _height(end: dict[str, Any]) -> float:
-    return float(end["y"])
+def _kinds(width: int) -> dict[str, Any]:
+    """Returns the colours of what the time is spent on, with their names above the chart."""
+    legend = {**LEGEND, "symbolType": "square", "columns": 2 if width < HALF else 5}
+    scale = {"domain": [*KINDS], "range": [*KINDS.values()]}
+    return {"field": "kind", "type": "nominal", "scale": scale, "legend": legend}
+
+
+def _side(one: Chart, length: float, width: int) -> str:
+    """Returns the alignment of the name of an incident: to the left of its line where the chart ends before the name does."""
+    return "left" if (length - one["x"]) / length * width > LETTER * len(one["what"]) else "right"
 
 
 MAX_POINTS = 600

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def of_one(record: Record) -> str:
         head=head(record),
         problems=record.problems,
         curves=[drawing.svg(chart) for chart in curves({"": record})],
-        goodput=drawing.svg(charts.goodput_bar(record.seconds)) if any(record.seconds.values()) else "",
-        rolling=_svg_or_nothing(rolling_goodput(record)),
+        goodput=_wide_and_narrow(partial(charts.goodput_bar, record.seconds)) if any(record.seconds.values()) else "",
+        rolling=_wide_and_narrow(partial(rolling_goodput, record)),
         lost=lost(record.seconds),
-        timeline=drawing.svg(charts.gantt(line)) if (line := timeline.of(record)) is not None and line.bars else "",
+        timeline=_wide_and_narrow(partial(charts.gantt, line)) if (line := timeline.of(record)) is not None and line.bars else "",
         incidents=[incident(index, one, record) for index, one in enumerate(record.incidents[-MAX_INCIDENTS:], 1)],
         num_hidden=max(0, len(record.incidents) - MAX_INCIDENTS),
-        hosts=_svg_or_nothing(host_heat(record)),
+        hosts=_wide_and_narrow(partial(host_heat, record)),
         samples=record.samples,
         settings=sorted(record.settings.items()),
         resumes=[(overview.when(one.at_s), sorted(one.changes.items())) for one in record.resumes],
@@ -143,11 +144,14 @@ def head(record: Record) -> dict[str, Any]:
         ("requests to storage", f"{sum(asked.get(kind, 0) for kind in REQUESTS):,}" if asked else ""),
         ("sent to storage", f"{count(asked.get('bytes_out', 0))}B" if asked else ""),
     ]
+    # What `final_error` has put below it is a traceback, or the end of a log.
+    error, _, lines = (run.error or "").partition("\n\n")
     times = [overview.when(at_s) for at_s in (record.began_s, record.ended_s) if at_s is not None]
     return {
         "state": run.state,
         "kind": "bad" if run.error or run.kind == overview.LOST else "live" if run.kind == overview.LIVE else "good",
-        "error": run.error,
+        "error": error,
+        "lines": lines,
         "reason": run.stop_reason,
         "folder": run.folder,
         "times": " to ".join(times),
@@ -206,7 +210,7 @@ def _course(points: Sequence[tuple[float, float]], name: str) -> list[tuple[floa
     return smoothed(finite) if name in ("loss", "grad_norm") else finite
 
 
-def rolling_goodput(record: Record) -> charts.Chart | None:
+def rolling_goodput(record: Record, width: int = charts.WHOLE) -> charts.Chart | None:
     """The share of the time of each eighth of the run that was spent in steps that were not repeated."""
     times = [(one.at_s, one.step, one.metrics["step_time_s"]) for one in record.published if "step_time_s" in one.metrics]
     if len(times) < 4 or record.began_s is None or record.ended_s is None:
@@ -225,7 +229,7 @@ def rolling_goodput(record: Record) -> charts.Chart | None:
         inside = sum(worth for at_s, worth in useful if begin_s < at_s <= end_s)
         points.append(((end_s - began_s) / unit_s, min(1.0, inside / max(end_s - begin_s, 1e-9))))
     about = "rolling, over an eighth of the run"
-    return charts.lines("Goodput", about, {"goodput": points}, x=unit, percent=True, width=charts.WHOLE)
+    return charts.lines("Goodput", about, {"goodput": points}, x=unit, percent=True, width=width)
 
 
 def lost(seconds: Mapping[str, float]) -> list[dict[str, str]]:
@@ -264,7 +268,7 @@ def incident(index: int, one: Incident, record: Record) -> dict[str, Any]:
     }
 
 
-def host_heat(record: Record) -> charts.Chart | None:
+def host_heat(record: Record, width: int = charts.WHOLE) -> charts.Chart | None:
     """How long each host worked on a step, in so many parts of the run."""
     marks = [mark for mark in record.marks if mark.ev == "busy" and mark.about.get("busy_s")]
     if not marks or max(len(mark.about["busy_s"]) for mark in marks) < 2:
@@ -276,11 +280,13 @@ def host_heat(record: Record) -> charts.Chart | None:
         for host, busy_s in enumerate(mark.about["busy_s"])
         if busy_s is not None
     ]
-    return charts.heat("Work of each host", cells, "of a step; a row that stands out is a slow host")
+    return charts.heat("Work of each host", cells, "of a step; a row that stands out is a slow host", width)
 
 
-def _svg_or_nothing(chart: charts.Chart | None) -> str:
-    return "" if chart is None else drawing.svg(chart)
+def _wide_and_narrow(draw: Callable[..., charts.Chart | None]) -> str:
+    """Returns a chart in two widths, of which the style sheet shows the one that fits; nothing if there is no chart."""
+    made = {name: draw(width=width) for name, width in (("broad", charts.WHOLE), ("narrow", charts.NARROW))}
+    return "".join(f'<div class="{name}">{drawing.svg(chart)}</div>' for name, chart in made.items() if chart is not None)
 
 
 def _number(value: float | None) -> str:

@@ -26,6 +26,7 @@ KINDS = {
     "diagnosing": "failed, recovering",
     "recovering": "failed, recovering",
     "reserving": "waiting",
+    "waiting for room": "waiting",
 }
 """What a state of the driver is in the picture."""
 

@@ -239,10 +239,13 @@ def test_of_many_points_the_spikes_stay():
     assert few == sorted(few)
 
 
-def test_a_line_has_its_name_at_its_end_and_the_parts_of_the_bar_are_the_whole():
+def test_the_names_of_lines_are_above_the_chart_and_the_parts_of_the_bar_are_the_whole():
+    """A name beside a line lies on it where two lines are near each other."""
     chart = charts.lines("Loss", "", {"training": [(1.0, 2.0), (2.0, 1.0)], "held out": [(2.0, 1.5)]})
-    labels = [layer for layer in chart["layer"] if layer["mark"]["type"] == "text"]
-    assert [layer["data"]["values"][0]["of"] for layer in labels] == ["held out", "training"]
+    drawn = drawing.svg(chart)
+    assert re.findall(r"role-legend-label.*?>(training|held out)<", drawn)
+    assert {"training", "held out"} == {*re.findall(r">(training|held out)<", drawn.partition("role-legend")[2])}
+    assert "role-legend" not in drawing.svg(charts.lines("Loss", "", {"training": [(1.0, 2.0)]}))
     bar = charts.goodput_bar({"step": 90.0, "recovery": 10.0, "idle": 0.0})
     rows = bar["layer"][0]["data"]["values"]
     assert [(row["what"], row["from"], row["to"]) for row in rows] == [("step", 0.0, 0.9), ("recovery", 0.9, 1.0)]
@@ -261,12 +264,44 @@ def test_axes_have_units_that_people_read(text):
         assert "domainMin" not in chart["layer"][0]["encoding"]["y"]["scale"]
     assert [row["phase"] for row in charts.phases({"first_step": 0.5})["layer"][0]["data"]["values"]] == ["first step"]
     small = charts.lines("Learning rate", "", {"": [(0.0, 1e-3), (1.0, 1.2e-3)]})["layer"][0]["encoding"]["y"]["axis"]
-    assert small["format"] == ".2~e", "1e-3 and 1.2e-3 have labels of their own"
     assert "'0'" in small["labelExpr"]
     marks = [{"x": at, "what": "process crash"} for at in (10.0, 10.5, 11.0, 60.0)]
     assert [one["x"] for one in charts.apart(marks, 100.0)] == [10.0, 60.0], "names do not lie over each other"
     bar = charts.goodput_bar({"data_wait": 70.0, "checkpoint": 5.0, "step": 25.0})
     assert [row["what"] for row in bar["layer"][1]["data"]["values"]] == ["data wait", "step"]
+
+
+@pytest.mark.parametrize(
+    "ends", [(1e-3, 1.2e-3), (1e-3, 1.0001e-3), (3e-4, 3e-4), (0.0, 6e-5), (12_000.0, 12_001.0), (1.69, 1.6938)]
+)
+def test_no_two_ticks_have_the_same_label(ends):
+    drawn = drawing.svg(charts.lines("Learning rate", "", {"": [*enumerate(ends)]}))
+    of_axis = re.findall(r"role-axis-label.*?</g>", drawn)
+    labels = re.findall(r">([^<>]+)</text>", of_axis[-1])
+    assert len(labels) == len({*labels}) >= 1
+
+
+def test_the_wide_charts_have_a_form_for_a_telephone(text):
+    broad, narrow = (re.findall(rf'<div class="{name}"><svg [^>]*max-width:([\d.]+)px', text) for name in ("broad", "narrow"))
+    assert len(broad) == len(narrow) == 4  # the time line, the bar of the goodput, its course, the work of the hosts
+    assert min(map(float, broad)) > 900
+    assert max(map(float, narrow)) <= 400
+    assert ".broad { display: none; } .narrow { display: block; }" in text.partition("@media (max-width: 700px)")[2]
+    late = charts.gantt(timeline.Timeline(100.0, "", [], [(10.0, "process crash"), (99.0, "hang")]), charts.NARROW)
+    assert [one["align"] for one in late["layer"][-1]["data"]["values"]] == ["left", "right"], "no name leaves the chart"
+
+
+def test_a_traceback_is_folded_and_in_letters_of_one_width(tmp_path):
+    folder = train(tmp_path / "run")
+    error = "host 1: ValueError: <bad>\ngiving up: it came again\n\nTraceback (most recent call last):\n  File 'a.py'"
+    documents.write_json(
+        folder / "summary.json", {"launch_id": "launch", "status": "failed", "stop_reason": None, "error": error}
+    )
+    shown = page.of_one(record.read(folder)).partition('<div class="card error">')[2].partition("</div>")[0]
+    said, _, folded = shown.partition("<details>")
+    assert said == "host 1: ValueError: &lt;bad&gt;\ngiving up: it came again"
+    assert "<pre>Traceback (most recent call last):\n  File " in folded
+    assert "<details" not in page.of_one(record.read(train(tmp_path / "well"))).partition("<h2>")[0]
 
 
 def test_the_page_that_the_driver_makes_says_how_the_launch_has_ended(tmp_path):
