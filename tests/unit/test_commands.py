@@ -260,6 +260,23 @@ def test_the_pictures_that_the_text_shows_exist():
         for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)|<img[^>]* src=\"([^\"]+)\"", path.read_text()):
             (name,) = filter(None, picture)
             assert "://" in name or (path.parent / name).is_file(), f"{path.name}: {name}"
+        for name in re.findall(r'srcset="([^"]+)"', path.read_text()):
+            assert (path.parent / name).is_file(), f"{path.name}: {name}"
+
+
+def test_the_text_beside_the_picture_of_the_console_is_about_the_same_run():
+    shown = " ".join(re.findall(r"<text [^>]*>([^<]+)<", (ROOT / "docs/images/console.svg").read_text()))
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    for told, seen in (
+        (r"kill -9 (\d+)`", "training processes {} (host 0)"),
+        (r"host 0 is killed at (step \d+);", "ended by SIGKILL at {}"),
+        (r"trains again at (step \d+ after [\d.]+ s)", "training again at {};"),
+        (r"took ([\d.]+ s) more", "{} again"),
+        (r"a training loss of ([\d.]+\d)", "training {} "),
+        (r"a held-out loss of ([\d.]+\d)", "held-out {} "),
+    ):
+        found = re.search(told, readme)[1]
+        assert seen.format(found) in shown, told
 
 
 @pytest.mark.parametrize(
