@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -212,7 +212,8 @@ class Training:
             with _folder(self.run_dir) as folder:
                 return self._fit(folder)
         except Exception as error:
-            raise folded(error) from error.__cause__
+            fold(error)
+            raise
         finally:
             _fitting.release()
 
@@ -256,7 +257,7 @@ class Training:
         """Yields what is wrong with each piece that can be tried alone. `is_built`: data and callbacks have made a trainer."""
         schedule, rate = arguments.optimizer.schedule, arguments.optimizer.learning_rate
         tries: list[tuple[str, Callable[[], Any]]] = [
-            ("model", lambda: abstract_model(PiecesTask.of(self.model, self.loss), arguments.seed, None)),
+            ("model", lambda: abstract_model(cast(Any, PiecesTask.of(self.model, self.loss)), arguments.seed)),
             ("optimizer", lambda: build_schedule(schedule, rate, arguments.max_num_steps or 1)),
             ("optimizer", lambda: build_optimizer(arguments.optimizer, optax.constant_schedule(rate), {})),
         ]
@@ -481,9 +482,9 @@ def callback_of(value: Any) -> Callback:
     return made
 
 
-def folded(error: Exception) -> Exception:
-    """Returns an error in the words of the call, and without the frames that lead to the user's code; of an error in the program
-    itself, which is no UsageError, with all frames."""
+def fold(error: Exception) -> None:
+    """Puts an error into the words of the call, and takes away the frames that lead to the user's code. An error in the program
+    itself, which is no UsageError, keeps all."""
     is_usage = isinstance(error, UsageError)
     notes = notes_of(error) if is_usage else getattr(error, "__notes__", ())
     error.__notes__ = [*map(as_given, notes)]
@@ -491,13 +492,13 @@ def folded(error: Exception) -> Exception:
         error.args, error.__cause__ = (as_given(str(error)),), None
     frames = [*traceback.walk_tb(error.__traceback__)]
     own = [number for number, (frame, _) in enumerate(frames) if is_of_user(frame.f_code.co_filename)]
-    if jax.config.jax_traceback_filtering == "off" or not (own or is_usage):
-        return error
+    if jax.config.jax_traceback_filtering == "off" or not (own or is_usage):  # type: ignore[attr-defined]
+        return
     kept = None
     for number in reversed(own if is_usage else [*own, *range(own[-1] + 1, len(frames))]):
         frame, line = frames[number]
-        kept = TracebackType(kept, frame, -1, line)
-    return error.with_traceback(kept)
+        kept = TracebackType(kept, frame, frame.f_lasti, line)
+    error.__traceback__ = kept
 
 
 def is_transformation(value: Any) -> bool:
