@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("orchestrator.commands.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
+    "sweep": Command("orchestrator.commands.sweep", "train with each of several settings, one run after another, and compare"),
     "plan": Command("orchestrator.plan", "what a run will need: memory, time of a step, days, goodput, price; --on v5e-256"),
     "compile": Command(
         "orchestrator.commands.compile", "compile a run for its hosts, which need not be there: memory, exchanges"

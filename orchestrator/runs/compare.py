@@ -50,14 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {folder: settings for run in options.runs for folder, settings in named(run).items()}
     if len(found) < 2:
         parser.error(f"expected at least two runs (found {len(found)})")
+    tell(found, as_json=options.json)
+    return EXIT_FINE
+
+
+def tell(found: Mapping[Place, Mapping[str, str]], *, as_json: bool = False) -> None:
+    """Shows runs side by side, by their settings. Raises what REFUSALS names."""
     settings, results = differing([*found.values()]), [results_of(overview.read(folder)) for folder in found]
     best = best_of([*found.values()], results)
-    if options.json:
+    if as_json:
         document = {"runs": [*map(str, found)], "settings": settings, "results": results, "best": best}
         print(json_text.dumps(document, indent=1))
-        return EXIT_FINE
-    show(table_console(), [folder.name for folder in found], settings, results, best)
-    return EXIT_FINE
+    else:
+        show(table_console(), [folder.name for folder in found], settings, results, best)
 
 
 def named(name: str) -> dict[Place, dict[str, str]]:
