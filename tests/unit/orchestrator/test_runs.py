@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
 from gangway.storage.row import Kept
-from orchestrator.commands import profile
+from orchestrator.commands import profile, sweep
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome
@@ -384,3 +385,120 @@ def test_a_request_that_nobody_reads_is_reported(start, storage, capsys):
     run_dir = start("a").run_dir
     assert asking.main("stop", "orchestrator.runs.stop", "", [run_dir, "--timeout", "0.1"]) == asking.EXIT_NOT_DONE
     assert "the driver has not read the request; the run is training" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- sweep
+
+JOB = "max_num_steps: 5\ndata: {paths: [a]}\nhosts: {count: 1}\n"
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+*_, path, first, second, name = sys.argv
+ends = {"job-seed-2": 7, "job-seed-5": 3}
+with open("called", "a") as called:
+    print(json.dumps([path, first, second, name]), file=called)
+if name.endswith("-9"):
+    def stop(number, frame):
+        pathlib.Path("got").write_text(str(int(number)))
+        sys.exit(3)
+    signal.signal(signal.SIGINT, stop), signal.signal(signal.SIGTERM, stop)
+    pathlib.Path("waits").touch()
+    time.sleep(600)
+sys.exit(ends.get(name.removeprefix("name="), 0))
+"""
+"""Stands for the process of a run."""
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch, storage, capsys):
+    """Calls the command on a file of this folder; returns its status and what it printed, and what the processes were called
+    with."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "RUN", ("-c", STAND_IN))
+    monkeypatch.setattr(sweep, "ignores", lambda number: False)
+    Path("job.yaml").write_text(JOB)
+
+    def swept(*words):
+        status = sweep.main(["job.yaml", *words, f"storage={storage}"])
+        called = [json.loads(line) for line in Path("called").read_text().splitlines()] if Path("called").exists() else []
+        Path("called").unlink(missing_ok=True)
+        return status, capsys.readouterr(), called
+
+    return swept
+
+
+def test_a_sweep_is_the_product_of_its_values_each_with_a_name_that_storage_takes(swept, storage):
+    status, printed, called = swept("optimizer.learning_rate=1e-3, 5e-4", "seed=1,2", "max_num_steps=9", "--dry-run")
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert [(row[0].removeprefix(f"{storage}/"), row[2]) for row in rows] == [
+        ("job-learning_rate-1e-3-seed-1", "seed=1"),
+        ("job-learning_rate-1e-3-seed-2", "seed=2"),
+        ("job-learning_rate-5e-4-seed-1", "seed=1"),
+        ("job-learning_rate-5e-4-seed-2", "seed=2"),
+    ]
+    assert {row[3] for row in rows} == {"max_num_steps=9"}
+    assert (status, called, storage.exists()) == (0, [], False)
+    # Of a list, of quotes, of a secret, and of a long value the name has a digest.
+    given = ["data.paths=[a,b],['c,d']", f"hosts.env.KEY=canary,'{'x,' * 200}'"]
+    runs = sweep.runs_of("job.yaml", given)
+    assert [config.training.data.paths for config in runs.values()] == [("a", "b")] * 2 + [("c,d",)] * 2
+    assert [config.hosts.env["KEY"] for config in runs.values()][:2] == ["canary", "x," * 200]
+    names = [config.training.name for config in runs.values()]
+    assert len({*names}) == 4
+    assert max(map(len, names)) < 120
+    assert "canary" not in "".join(names)
+    others = sweep.runs_of("job.yaml", ["data.paths=['c,d'],[h]", given[1]])
+    assert [config.training.name for config in others.values()][:2] == names[2:]
+
+
+def test_all_that_is_wrong_with_a_sweep_is_told_before_anything_runs(swept, storage):
+    status, printed, called = swept("seed=1,,x", "max_num_steps=1,0", "sed=3")
+    assert (status, called, storage.exists()) == (2, [], False)
+    for line in (
+        "a comma has no value beside it; write null for none (first with seed= max_num_steps=1)",
+        'override: seed: expected an integer (found "x") (first with seed=x max_num_steps=1)',
+        "override: sed: unknown key (found 3); did you mean seed? (first with seed=1 max_num_steps=1)",
+    ):
+        assert printed.err.count(line) == 1
+    assert "max_num_steps = 0" in printed.err
+    status, printed, called = swept("optimizer.learning_rate=1e-3,0.001", "seed=1,2")
+    assert (
+        "the same settings as another run; give each value once (first with optimizer.learning_rate=0.001 seed=1)" in printed.err
+    )
+    assert "no key has several values, such as seed=1,2" in swept("seed=1")[1].err
+    assert (status, called) == (2, [])
+
+
+def test_a_run_that_fails_is_named_and_the_others_run_and_are_compared(swept, start, storage):
+    for seed, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
+        start(f"job-seed-{seed}", loss=loss, seed=seed)
+    status, printed, called = swept("seed=1,2,3")
+    assert called == [["job.yaml", f"seed={seed}", f"storage={storage}", f"name=job-seed-{seed}"] for seed in (1, 2, 3)]
+    assert status == 1
+    assert "error: 1 of 3 runs failed: job-seed-2 (exit status 7)\n" in printed.err
+    rows = {line.split()[0]: line.split()[1:] for line in printed.out.splitlines() if line.strip()}
+    assert (rows["seed"], rows["loss"]) == (["1", "3"], ["2.0000", "*", "1.5000"])
+    # The next call asks each run again, and one that somebody else has stopped keeps nobody up.
+    start("job-seed-5", seed=5)
+    status, printed, called = swept("seed=5,1")
+    assert [words[1] for words in called] == ["seed=5", "seed=1"]
+    assert (status, printed.err) == (3, "stopped: 1 of 2 runs have finished; the same command continues the others\n")
+    assert swept("seed=1,3")[0] == 0
+
+
+@pytest.mark.parametrize(("number", "passed"), [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)])
+def test_a_signal_stops_the_present_run_of_a_sweep_and_no_further_one_begins(swept, start, number, passed):
+    start("job-seed-1", seed=1)
+    before = signal.getsignal(number)
+
+    def strike():
+        wait_until(Path("waits").exists)
+        os.kill(os.getpid(), number)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    status, printed, called = swept("seed=1,9,3")
+    striking.join()
+    assert [words[1] for words in called] == ["seed=1", "seed=9"]
+    assert (status, Path("got").read_text()) == (3, str(int(passed)))
+    assert printed.err == "stopped: 1 of 3 runs have finished; the same command continues the others\n"
+    assert signal.getsignal(number) == before
