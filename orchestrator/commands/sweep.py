@@ -102,7 +102,7 @@ def train(path: str, runs: Runs) -> int:
             # In a session of its own: it would get the Ctrl-C of a terminal twice, which ends it at once.
             children.append(subprocess.Popen([sys.executable, *RUN, path, *overrides], start_new_session=True))
             if asked:  # while it was being started
-                children[-1].terminate()
+                children[-1].send_signal(asked[-1])
             children[-1].wait()
             if asked:
                 break

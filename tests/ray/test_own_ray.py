@@ -20,7 +20,10 @@ from tests import ROOT
 from tests.programs.processes import PATIENCE_S, wait_until
 from tests.saved import saved
 
-WINGS = ("orchestrator/driver/ray_cluster.py", "orchestrator/commands/launching.py", "orchestrator/run.py")
+WINGS = (
+    *("orchestrator/driver/ray_cluster.py", "orchestrator/commands/launching.py", "orchestrator/run.py"),
+    "orchestrator/commands/sweep.py",
+)
 
 pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
@@ -195,3 +198,18 @@ def sockets_of(process):
 def open_to_others(listening):
     found = {name: {at for at in sockets if not ip_address(at[0]).is_loopback} for name, sockets in listening.items()}
     return {name: sockets for name, sockets in found.items() if sockets}
+
+
+def test_a_sweep_trains_each_run_and_compares_them_and_knows_those_that_have_finished(tmp_path):
+    small = ["hosts.count=1", "max_num_steps=4", "optimizer.schedule={name: constant}", "tracking={mlflow: false, report: false}"]
+    given = [str(ROOT / "tests" / "programs" / "table.yaml"), "optimizer.learning_rate=1e-3,1e-1", f"storage={tmp_path}", *small]
+    command = [sys.executable, "-m", "orchestrator.gangway", "sweep", *given]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert ["optimizer.learning_rate", "0.001", "0.1"] in rows
+    assert [len(row) for row in rows if row[:1] == ["eval_loss"]] == [4], "one of the two has the star"
+    listed = subprocess.run([*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    folders = [f"{tmp_path}/tiny-learning_rate-{value}" for value in ("1e-3", "1e-1")]
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == folders
+    assert listed.stdout.count("# finished at step 4\n") == 2

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -393,6 +394,7 @@ JOB = "max_num_steps: 5\ndata: {paths: [a]}\nhosts: {count: 1}\n"
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 *_, path, first, second, name = sys.argv
+assert os.getsid(0) == os.getpid(), "the Ctrl-C of a terminal comes twice"
 ends = {"job-seed-2": 7, "job-seed-5": 3}
 with open("called", "a") as called:
     print(json.dumps([path, first, second, name]), file=called)
@@ -402,7 +404,7 @@ if name.endswith("-9"):
         sys.exit(3)
     signal.signal(signal.SIGINT, stop), signal.signal(signal.SIGTERM, stop)
     pathlib.Path("waits").touch()
-    time.sleep(600)
+    time.sleep(60)
 sys.exit(ends.get(name.removeprefix("name="), 0))
 """
 """Stands for the process of a run."""
@@ -438,15 +440,15 @@ def test_a_sweep_is_the_product_of_its_values_each_with_a_name_that_storage_take
     assert {row[3] for row in rows} == {"max_num_steps=9"}
     assert (status, called, storage.exists()) == (0, [], False)
     # Of a list, of quotes, of a secret, and of a long value the name has a digest.
-    given = ["data.paths=[a,b],['c,d']", f"hosts.env.KEY=canary,'{'x,' * 200}'"]
+    given = [f"data.paths=[a,b],['{'c,d' * 100}']", "hosts.env.KEY=canary,other"]
     runs = sweep.runs_of("job.yaml", given)
-    assert [config.training.data.paths for config in runs.values()] == [("a", "b")] * 2 + [("c,d",)] * 2
-    assert [config.hosts.env["KEY"] for config in runs.values()][:2] == ["canary", "x," * 200]
+    assert [config.training.data.paths for config in runs.values()] == [("a", "b")] * 2 + [("c,d" * 100,)] * 2
+    assert [config.hosts.env["KEY"] for config in runs.values()][:2] == ["canary", "other"]
     names = [config.training.name for config in runs.values()]
     assert len({*names}) == 4
-    assert max(map(len, names)) < 120
+    assert max(map(len, names)) < 150
     assert "canary" not in "".join(names)
-    others = sweep.runs_of("job.yaml", ["data.paths=['c,d'],[h]", given[1]])
+    others = sweep.runs_of("job.yaml", [f"data.paths=['{'c,d' * 100}'],[h]", given[1]])
     assert [config.training.name for config in others.values()][:2] == names[2:]
 
 
@@ -502,3 +504,16 @@ def test_a_signal_stops_the_present_run_of_a_sweep_and_no_further_one_begins(swe
     assert (status, Path("got").read_text()) == (3, str(int(passed)))
     assert printed.err == "stopped: 1 of 3 runs have finished; the same command continues the others\n"
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_while_a_run_of_a_sweep_is_being_started_reaches_it(swept, monkeypatch):
+    started = subprocess.Popen
+
+    def starting(*given, **named):
+        child = started(*given, **named)
+        signal.raise_signal(signal.SIGINT)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", starting)
+    status, printed, _ = swept("seed=9,1")
+    assert (status, printed.err) == (3, "stopped: 0 of 2 runs have finished; the same command continues the others\n")
