@@ -27,7 +27,6 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("orchestrator.commands.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
-    "sweep": Command("orchestrator.commands.sweep", "train with each of several settings, one run after another, and compare"),
     "plan": Command("orchestrator.plan", "what a run will need: memory, time of a step, days, goodput, price; --on v5e-256"),
     "compile": Command(
         "orchestrator.commands.compile", "compile a run for its hosts, which need not be there: memory, exchanges"
@@ -36,6 +35,7 @@ COMMANDS = {
         "orchestrator.deploy.__main__", "write the files with which a run goes onto KubeRay, TPU VMs, SLURM or Ray's launcher"
     ),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
+    "sweep": Command("orchestrator.commands.sweep", "train with each of several settings, one run after another, and compare"),
     "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),
     "data": Command("trainers.data.__main__", "look at the data of a configuration as training will see it"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),

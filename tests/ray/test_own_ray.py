@@ -21,8 +21,10 @@ from tests.programs.processes import PATIENCE_S, wait_until
 from tests.saved import saved
 
 WINGS = (
-    *("orchestrator/driver/ray_cluster.py", "orchestrator/commands/launching.py", "orchestrator/run.py"),
+    "orchestrator/driver/ray_cluster.py",
+    "orchestrator/commands/launching.py",
     "orchestrator/commands/sweep.py",
+    "orchestrator/run.py",
 )
 
 pytestmark = pytest.mark.slow("trains under a Ray of its own")

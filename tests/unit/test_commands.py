@@ -18,6 +18,7 @@ import click
 import pytest
 
 import trainers.commands.run
+from orchestrator.commands import sweep
 from orchestrator.config.job import ConfigError, load
 from orchestrator.gangway import COMMANDS as COMMANDS_OF_GANGWAY
 from tests import ROOT
@@ -96,7 +97,11 @@ def check_make(arguments: list[str]) -> None:
 def check_module(module: str, arguments: list[str], tmp_path: Path) -> None:
     given = parse(module, arguments)
     if (config := getattr(given, "config", None)) is not None:
-        check_configuration(config, getattr(given, "overrides", []), tmp_path)
+        overrides = getattr(given, "overrides", [])
+        if module == sweep.__name__:
+            check_configuration(config, [sweep.choices_of(item)[-1] for item in overrides], tmp_path)
+            overrides = [sweep.choices_of(item)[0] for item in overrides]
+        check_configuration(config, overrides, tmp_path)
 
 
 def check_configuration(config: str, overrides: list[str], tmp_path: Path) -> None:
@@ -210,6 +215,7 @@ def test_the_documents_call_each_command_by_its_name():
         "python -m trainers.export RUN OUT --format torch",
         "gangway runs CONFIG",
         "gangway run CONFIG --dry-runs",
+        "gangway sweep CONFIG seed=1,x",
         "gangway run none.yaml",
         "gangway train",
         "make quickstarts",
