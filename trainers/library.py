@@ -41,8 +41,6 @@ from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.keywords import NO_END, PiecesArguments, as_given, plain, put, unknown
 from trainers.console.view import lines
 from trainers.data.sources import pieces
-from trainers.data.sources.iterable import random_access
-from trainers.data.sources.sequence import held_out_examples
 from trainers.optim.optimizers import build_optimizer
 from trainers.optim.schedules import build_schedule
 from trainers.recorders.dispatch import Recorders
@@ -263,8 +261,8 @@ class Training:
         ]
         if not is_built:
             tries += [
-                ("data", lambda: random_access(pieces.as_data(self.data), arguments, lambda text: None)),
-                ("eval_data", lambda: self.eval_data is None or held_out_examples(pieces.as_data(self.eval_data), 0)),
+                ("data", lambda: pieces.check(self.data, arguments)),
+                ("eval_data", lambda: pieces.check_held_out(self.eval_data)),
                 *(("callbacks", partial(callback_of, each)) for each in self.callbacks),
             ]
         for piece, look in tries:

@@ -18,7 +18,8 @@ from gangway.errors import DataMissingError, UsageError
 from gangway.storage import durable, ours
 from trainers.config.arguments import load_object
 from trainers.config.keywords import PiecesArguments
-from trainers.data.sources.sequence import Columns, as_example
+from trainers.data.sources.iterable import random_access
+from trainers.data.sources.sequence import Columns, as_example, held_out_examples
 
 
 def datasets(arguments: PiecesArguments) -> tuple[Any, Any]:
@@ -41,6 +42,17 @@ def as_data(value: Any) -> Any:
     if isinstance(data, tuple) and len(data) == 2 and not any(isinstance(part, Mapping) for part in data):
         return Columns({"x": data[0], "y": data[1]}).columns
     return data
+
+
+def check(data: Any, arguments: PiecesArguments) -> None:
+    """Raises UsageError if nothing can be trained on `data`."""
+    random_access(as_data(data), arguments, lambda text: None)
+
+
+def check_held_out(data: Any) -> None:
+    """Raises UsageError if nothing can be evaluated on `data`, which may be None."""
+    if data is not None:
+        held_out_examples(as_data(data), 0)
 
 
 def is_function(value: Any) -> bool:
