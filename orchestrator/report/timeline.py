@@ -22,7 +22,6 @@ KINDS = {
     "evaluating": "saving, evaluating",
     "generating previews": "saving, evaluating",
     "finishing": "saving, evaluating",
-    "waiting for room": "saving, evaluating",
     "diagnosing": "failed, recovering",
     "recovering": "failed, recovering",
     "reserving": "waiting",
