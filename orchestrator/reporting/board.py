@@ -120,10 +120,10 @@ class RemoteBoard:
         if self._stop_reason is not None:
             return self._stop_reason
         first, self._has_asked = not self._has_asked, True
-        if self._asked is None:
-            self._asked = self._actor.stop_requested.remote()
-        if ray.wait([self._asked], timeout=FIRST_ANSWER_S if first else 0)[0]:
-            self._stop_reason, self._asked = _answer(self._asked, 0.0), None
+        # Another thread may ask meanwhile, and have the answer first.
+        asked = self._asked = self._asked or self._actor.stop_requested.remote()
+        if ray.wait([asked], timeout=FIRST_ANSWER_S if first else 0)[0]:
+            self._stop_reason, self._asked = self._stop_reason or _answer(asked, 0.0), None
         return self._stop_reason
 
     def conclude(self, outcome: dict[str, Any]) -> None:

@@ -1,6 +1,9 @@
 import threading
+from types import SimpleNamespace
 
-from orchestrator.reporting.board import Board
+import ray
+
+from orchestrator.reporting.board import Board, RemoteBoard
 
 
 def test_each_reader_gets_every_event_once():
@@ -42,3 +45,22 @@ def test_the_first_reason_to_stop_stays():
     board.request_stop("SIGINT")
     board.request_stop("SIGTERM")
     assert board.stop_requested() == "SIGINT"
+
+
+def test_the_board_may_be_asked_of_several_threads_at_once(monkeypatch):
+    """As at the end, where one thread writes and another looks at how long that may take."""
+    asked, answered = [], []
+
+    def wait(calls, timeout):
+        assert calls != [None]
+        if len(answered) < 3:  # another thread asks meanwhile, and has the answer first
+            answered.append(calls)
+            assert board.stop_requested() is None
+        return calls, []
+
+    actor = SimpleNamespace(stop_requested=SimpleNamespace(remote=lambda: asked.append("asked") or asked[-1]))
+    board = RemoteBoard(actor)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda call, timeout: {"asked": None}[call])
+    assert board.stop_requested() is None
+    assert len(answered) == 3
