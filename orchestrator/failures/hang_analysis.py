@@ -47,6 +47,8 @@ OURS = re.compile(r"(^|/)(gangway|trainers|cluster|orchestrator)/")
 LOOP = re.compile(r"(^|/)trainers/(loop|trainer)/")
 """What a user's `train` calls: whoever is in it is no longer in the user's code."""
 LAUNCHER = "trainers/worker.py"
+LOADER = "trainers/data/loader.py"
+"""Where the loop waits for a batch, which other threads make."""
 WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/parallel/platform.py")
 """Frames of these files are skipped: a person wants to see their caller."""
 
@@ -189,7 +191,7 @@ def position_of(text: str | None, phase: str) -> Position | None:
     """Returns where a host is in `phase`; None if its stacks do not show it."""
     threads = [thread for thread in parse(text) if thread.frames and not thread.is_idle]
     main = next((thread for thread in threads if thread.is_main), None)
-    candidates = _saving_threads(threads, main, phase) or ([main] if main else [])
+    candidates = _saving_threads(threads, main, phase) or _reading_threads(threads, main) or ([main] if main else [])
     if not candidates:
         return None
     thread = candidates[0] if candidates == [main] else _most_telling(candidates, main)
@@ -264,6 +266,12 @@ def _saving_threads(threads: Sequence[Thread], main: Thread | None, phase: str) 
         return []
     others = [thread for thread in threads if thread is not main and thread.is_checkpointing]
     return [main, *others] if main is not None and in_main else others
+
+
+def _reading_threads(threads: Sequence[Thread], main: Thread | None) -> list[Thread]:
+    """Returns the thread that reads the user's data, if the loop waits for a batch."""
+    waits = main is not None and main.is_parked and _innermost_own_file(main).endswith(LOADER)
+    return [thread for thread in threads if thread is not main and thread.user_line][:1] if waits else []
 
 
 def _innermost_own_file(thread: Thread) -> str:

@@ -217,6 +217,18 @@ WAITS_FOR_THREAD = stack(
     "CheckpointManager.wait (/home/me/run/trainers/checkpoint/manager.py:117)",
     "BaseTrainer._save (/home/me/run/trainers/base.py:326)",
 )
+WAITS_FOR_BATCH = stack(
+    "wait (/usr/lib/python3.11/threading.py:327)",
+    "result (/usr/lib/python3.11/concurrent/futures/_base.py:451)",
+    "StepAddressedLoader.batch (/home/me/run/trainers/data/loader.py:148)",
+    "Loop.run (/home/me/run/trainers/loop/train_loop.py:77)",
+)
+READING = stack(
+    *(f"Mine.__getitem__ ({USER}:50)", "StepAddressedLoader._load (/home/me/run/trainers/data/loader.py:120)"),
+    *("_worker (/usr/lib/python3.11/concurrent/futures/thread.py:83)",),
+    name="loader_0",
+    thread="11",
+)
 USERS_THREAD = stack(f"prefetch ({USER}:40)", name="prefetch", thread="9")
 POOL = stack("_worker (/usr/lib/python3.11/concurrent/futures/thread.py:81)", name="checkpoint_pool", thread="9")
 JOINING = stack(
@@ -245,6 +257,19 @@ STANDINGS = {
     "no save is under way on this host": (
         DEVICE + USERS_THREAD,
         "save",
+        "read (trainers/loop/inflight.py:37)",
+        "the device",
+    ),
+    "a loop that waits for a batch stands where its data is read": (
+        WAITS_FOR_BATCH + POOL + READING,
+        "train",
+        "__getitem__ (my_callbacks.py:50)",
+        None,
+    ),
+    "a batch that nobody of the user's reads": (WAITS_FOR_BATCH + POOL, "train", "batch (trainers/data/loader.py:148)", None),
+    "beside a thread that reads ahead, the main thread tells": (
+        DEVICE + READING,
+        "train",
         "read (trainers/loop/inflight.py:37)",
         "the device",
     ),
