@@ -10,9 +10,10 @@ SEEDS ?= 1 2 3
 SEED ?= 1
 COUNT ?= 5
 PAIRS ?= 50
+STEPS ?= 400
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-changed test-commit test-all costs fuzz bench dashboard site soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-changed test-commit test-all days costs fuzz bench dashboard site soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -55,6 +56,20 @@ test-commit: env build/tpu build/prometheus build/weed build/zensical  ## Both i
 
 test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests, and write the commit into tests/proved.toml
 	@$(IN_VENV) -m tests.run all $(POOL) $(ARGS)
+
+days:  ## The first days of four readers, by the commands of the documents, in an environment of its own; half an hour (STEPS=400)
+	@rm -rf build/days; mkdir -p build/days/home
+	@$(PYTHON) -m venv build/days/env
+	@git ls-files -z gangway trainers cluster orchestrator configs examples pyproject.toml setup.py README.md LICENSE MANIFEST.in \
+		| xargs -0 cp --parents --target-directory build/days/home
+	@echo 'Installing the locked dependencies and gangway into build/days/env: takes minutes'
+	@build/days/env/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@build/days/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps build/days/home
+	@rm -rf build/days/home/*; failed=0; for day in night own_model fine_tune cluster; do began=$$(date +%s); \
+		if env -i PATH=$(CURDIR)/build/days/env/bin:/usr/local/bin:/usr/bin:/bin HOME=$(CURDIR)/build/days/home LANG=C.UTF-8 DAY_STEPS=$(STEPS) \
+			timeout 600 bash tests/days/$$day.sh > build/days/$$day.log 2>&1; then said='went well'; \
+		else said="FAILED: $$(tail -n 1 build/days/$$day.log) (build/days/$$day.log)"; failed=1; fi; \
+		echo "$$day: $$said, $$(( $$(date +%s) - began )) s"; done; exit $$failed
 
 costs:  ## What the newest run of the tests cost, by cause, file and test
 	@$(IN_VENV) -m tests.costs

@@ -182,3 +182,14 @@ def test_names_and_options_in_code_stay_on_one_line_of_the_site():
 def test_the_tool_of_the_site_is_the_one_of_its_group():
     (tool,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
     assert tool in (ROOT / "tests" / "site.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("day", sorted((ROOT / "tests" / "days").glob("*.sh")), ids=lambda day: day.stem)
+def test_each_command_of_a_first_day_is_on_the_page_that_stands_above_it(day):
+    lines = day.read_text().splitlines()
+    called = [number for number, line in enumerate(lines) if re.search(r"^ *(shows|ends|behind) .*(gangway|ray) |^ *kill -9 ", line)]
+    for number in called:
+        named = re.fullmatch(r" *# ([\w/]+\.md): (.+)", lines[number - 1])
+        assert named, f"{day.name}: no page above `{lines[number].strip()}`"
+        assert named[2] in (ROOT / named[1]).read_text(), f"{day.name}: {named[1]} has no `{named[2]}`"
+    assert called or day.stem == "day"
