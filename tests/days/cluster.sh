@@ -55,9 +55,6 @@ shows "Job '.*' succeeded" ray job submit --address="http://127.0.0.1:$dashboard
 # docs/commands.md: gangway status runs --watch
 shows 'spirals +finished' gangway status "$FOLDER/bucket"
 
-# With another token nobody gets in; the text says what to set.
-# docs/deploy.md: RAY_ADDRESS=HEAD_IP:6379 gangway run config.yaml
-ends 2 'RAY_AUTH_TOKEN' env RAY_AUTH_TOKEN="$(printf '0%.0s' {1..64})" RAY_ADDRESS="127.0.0.1:$port" gangway run config.yaml name=other
 kill "$BEHIND"
 wait "$BEHIND" || true
 BEHIND=

@@ -33,6 +33,7 @@ behind() {
   local log=$1
   shift
   echo "\$ $* > $log &"
+  : > "$log"
   "$@" > "$log" 2>&1 &
   BEHIND=$!
 }

@@ -51,7 +51,7 @@ seen run.log 'saved [0-9]+'
 # docs/commands.md: gangway status
 shows '^spirals +training +[0-9]+/' gangway status
 
-# docs/start.md: kill -9 4711
+# docs/start.md: kill -9
 kill -9 "$(process run.log 1)"
 seen run.log 'host 1: training process ended by SIGKILL at step [0-9]+'
 seen run.log 'training again at step [0-9]+ after'

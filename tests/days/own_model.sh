@@ -78,7 +78,7 @@ shows '# parameters ' gangway run config.yaml --dry-run
 # docs/start.md: gangway run config.yaml
 behind run.log gangway run config.yaml
 seen run.log ' saved [0-9]+'
-# docs/start.md: kill -9 4711
+# docs/start.md: kill -9
 kill -9 "$(process run.log 0)"
 seen run.log 'host 0: training process ended by SIGKILL'
 ended 0 run.log 'squares finished|restarts +1'

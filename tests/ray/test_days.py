@@ -25,7 +25,9 @@ def test_the_day_goes_by_the_commands_of_the_documents(day, tmp_path):
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DAY_STEPS": str(STEPS)}
     with (tmp_path / "printed.log").open("w+") as printed:
-        script = ["bash", ROOT / "tests" / "days" / f"{day}.sh"]
-        done = subprocess.run(script, env=env, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(
+            ["bash", ROOT / "tests" / "days" / f"{day}.sh"],
+            env=env, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
         printed.seek(0)
         assert done.returncode == 0, printed.read()

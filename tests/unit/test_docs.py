@@ -187,7 +187,8 @@ def test_the_tool_of_the_site_is_the_one_of_its_group():
 @pytest.mark.parametrize("day", sorted((ROOT / "tests" / "days").glob("*.sh")), ids=lambda day: day.stem)
 def test_each_command_of_a_first_day_is_on_the_page_that_stands_above_it(day):
     lines = day.read_text().splitlines()
-    called = [number for number, line in enumerate(lines) if re.search(r"^ *(shows|ends|behind) .*(gangway|ray) |^ *kill -9 ", line)]
+    call = r"^ *(shows|ends|behind) .*(gangway|ray) |^ *kill -9 "
+    called = [number for number, line in enumerate(lines) if re.search(call, line)]
     for number in called:
         named = re.fullmatch(r" *# ([\w/]+\.md): (.+)", lines[number - 1])
         assert named, f"{day.name}: no page above `{lines[number].strip()}`"
