@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gangway.program import EXIT_FINE, Parser, command
-from gangway.published import counted, own, shown
+from gangway.published import counted, of_evaluation, own, shown
 from gangway.storage import documents, json_text, several
 from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
@@ -153,7 +153,7 @@ def details(run: Overview, now_s: float) -> list[Text | Table]:
     rows = {
         "step": _step(run),
         "training": "  ".join(_measures(run)),
-        "held out": "  ".join(shown({name.removeprefix("eval_"): value for name, value in run.evaluation.items()})),
+        "held out": "  ".join(shown(of_evaluation(run.evaluation))),
         "left": "" if run.left_s is None else clock_time(run.left_s),
         "goodput": "" if run.goodput is None else f"{run.goodput:.1%}",
         "hosts": "" if run.hosts is None else str(run.hosts),

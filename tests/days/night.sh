@@ -57,7 +57,7 @@ seen run.log 'host 1: training process ended by SIGKILL at step [0-9]+'
 seen run.log 'training again at step [0-9]+ after'
 
 touch mount-away
-seen run.log 'host [01] hangs in .* \(waited 10.0 s, limit 10 s\)'
+seen run.log 'host [01] hangs in .*data.py.* \(waited 10.0 s, limit 10 s\)'
 seen run.log 'training again at step [0-9]+ after' 2
 seen run.log ' saved [0-9]+' 2
 

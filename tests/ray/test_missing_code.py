@@ -47,7 +47,7 @@ def test_a_module_of_the_user_that_one_machine_lacks(tmp_path, without):
     assert str(os.getcwd()) in summary["error"]
     assert "Traceback" not in summary["error"]
     (host,) = {incident["host"] for incident in summary["incidents"]}
-    assert f"on host {host}" in summary["error"]
+    assert summary["error"].startswith(f"host {host}: ")
 
 
 def test_the_project_itself_is_missing_on_a_machine(tmp_path, without):

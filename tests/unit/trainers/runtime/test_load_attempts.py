@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from trainers.runtime import load_attempts
 from trainers.runtime.load_attempts import MAX_CRASHES, MAX_ENDS, Attempts
 
 NAME = "train_step-1.xla"
@@ -21,8 +22,9 @@ def notes():
 
 
 @pytest.fixture
-def host(tmp_path, notes):
+def host(tmp_path, notes, monkeypatch):
     """`host()` is a process of host 0; `host(1)` one of another host of the same machine."""
+    monkeypatch.setattr(load_attempts, "_in_log", False)  # an earlier test may have begun a training process here
 
     def make(number=0):
         return Attempts(tmp_path, number, notes.append)
