@@ -43,7 +43,8 @@ STANDARD = re.compile(r"(^|/)(threading|selectors|queue|socket|subprocess|ssl)\.
 CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
 """The prefix of the names of our threads that write a checkpoint."""
-OURS = re.compile(r"(^|/)(gangway|trainers|cluster|orchestrator)/")
+PACKAGES = r"(?:gangway|trainers|cluster|orchestrator)/"
+OURS = re.compile(rf"(^|/){PACKAGES}")
 LOOP = re.compile(r"(^|/)trainers/(loop|trainer)/")
 """What a user's `train` calls: whoever is in it is no longer in the user's code."""
 LAUNCHER = "trainers/worker.py"
@@ -56,7 +57,7 @@ PY_SPY_THREAD = re.compile(r'Thread \w+ \([^)]*\)(?:: "(?P<name>.*)")?$')
 PY_SPY_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 OWN_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 OWN_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-PACKAGE_STARTS = (r"-packages/", r"/lib(?:64)?/python3[.\d]*/", r"^.*/(?=(?:gangway|trainers|cluster|orchestrator)/)")
+PACKAGE_STARTS = (r"-packages/", r"/lib(?:64)?/python3[.\d]*/", rf"^.*/(?={PACKAGES})")
 SHOWN_FRAMES = 12
 
 

@@ -73,9 +73,8 @@ class Incident:
         if not (skips and batches and more and 0 < more[0] - batches[-1] <= NEAR):
             return False
         batches += more
-        origin = str(self.evidence["summary"]).partition(": ")[2] or str(other.evidence["summary"]).partition(": ")[2]
-        about = f"{ANOMALIES.get(self.kind, self.kind)} in {len(batches)} batches, {batches[0]} to {batches[-1]}"
-        self.evidence["summary"] = about + (f": {origin}" if origin else "")
+        origin = self.evidence["origin"] = self.evidence.get("origin") or other.evidence.get("origin")
+        self.evidence["summary"] = _about(self.kind, f"{len(batches)} batches, {batches[0]} to {batches[-1]}", origin)
         self.detail = f"skipped batches: {len(batches)}, from {batches[0]} to {batches[-1]}"
         self.resumed_step = other.resumed_step
         return True
@@ -130,12 +129,11 @@ def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
     `loss` and `expected` are None where they were not finite.
     """
     loss, expected = event["loss"], event["expected"]
-    summary = f"{ANOMALIES.get(event['kind'], event['kind'])} in batch {event['batch_index']}"
+    where, origin = f"batch {event['batch_index']}", event.get("origin")
     if loss is not None:
         expectation = f", expected about {expected:g}" if expected is not None else ""
-        summary += f" (loss {loss:g}{expectation})"
-    if origin := event.get("origin"):
-        summary += f": {origin}"
+        where += f" (loss {loss:g}{expectation})"
+    summary = _about(event["kind"], where, origin)
     skipped = list(event["skipped_batches"])
     return Incident(
         kind=event["kind"],
@@ -143,8 +141,12 @@ def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
         generation=generation,
         step=event["batch_index"],
         failed_at_s=event["t"],
-        evidence={"summary": summary, "loss": loss, "expected": expected, "skipped_batches": skipped},
+        evidence={"summary": summary, "origin": origin, "loss": loss, "expected": expected, "skipped_batches": skipped},
         action=str(Action(event["action"])),
         detail=f"skipped batches: {', '.join(map(str, skipped))}" if skipped else "",
         resumed_step=event["batch_index"] if event["restored_step"] is None else event["restored_step"],
     )
+
+
+def _about(kind: str, where: str, origin: str | None) -> str:
+    return f"{ANOMALIES.get(kind, kind)} in {where}" + (f": {origin}" if origin else "")

@@ -123,11 +123,11 @@ def show_one(screen: Console, number: int, incident: Incident) -> None:
 
 
 def evidence(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, text) of all evidence but the summary, and the step that an incident has itself."""
+    """Returns (name, text) of all evidence but the summary, what is said in it, and the step that an incident has itself."""
     return [
         (name.replace("_", " "), _text(value))
         for name, value in found.items()
-        if name not in ("summary", "step") and value not in (None, "", [], {})
+        if name not in ("summary", "origin", "step") and value not in (None, "", [], {})
     ]
 
 
