@@ -43,36 +43,37 @@ time.sleep(45 if "dashboard/agent.py" in command or "runtime_env/agent/main.py" 
 """
 SECRET = "c4n4ry-of-a-user"
 STRUCK = """
-import os, pathlib, psutil, signal, sys, threading, time
+import os, pathlib, psutil, signal, sys
 from gangway.program import interruptible
 from orchestrator.config.job import build
 from orchestrator.driver import ray_cluster
 
-NUMBER = signal.Signals[sys.argv[2]]
-
-def has(pid, field, number=signal.SIGTERM):
+def blocked(pid):
     lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1], 16) >> (number - 1) & 1
+    return int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16) >> (signal.SIGTERM - 1) & 1
 
-def strike():
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # for the main thread
-    while not has(os.getpid(), "SigCgt", signal.SIGILL):
-        time.sleep(0.001)
-    time.sleep(0.05)
-    os.kill(os.getpid(), NUMBER)
+def named_after(config, named_after=ray_cluster.named_after):
+    import ray
 
-threading.Thread(target=strike, daemon=True).start()
+    def struck(*given, core=ray._raylet.CoreWorker):
+        worker = core(*given)
+        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+        return worker
+
+    ray._raylet.CoreWorker = struck
+    return named_after(config)
+
+ray_cluster.named_after = named_after
 try:
     with interruptible():
         ray_cluster.connect(build({"name": "x", "max_num_steps": 1, "storage": sys.argv[1]}))
 except KeyboardInterrupt as error:
     started = psutil.Process().children(recursive=True)
-    blocked = sum(has(process.pid, "SigBlk") for process in started)
-    print("taken", getattr(error, "number", 2), blocked, len(started) > 1, flush=True)
+    print("taken", getattr(error, "number", 2), sum(blocked(process.pid) for process in started), len(started) > 1, flush=True)
 ray_cluster.disconnect()
 print(psutil.wait_procs(started, timeout=20)[1])
 """
-"""Sends itself a signal when Ray's core has taken those of failures, which is before `ray.init` is over."""
+"""Sends itself a signal when Ray's core has started and taken those of failures, which is before `ray.init` is over."""
 
 
 def configuration(tmp_path, **more):
