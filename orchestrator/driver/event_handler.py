@@ -169,6 +169,8 @@ class EventHandler:
         generation.observe(host, event)
         launch = self.launch
         launch.progress.high_water_step = max(launch.progress.high_water_step, generation.step)
+        if generation.resumed_step is not None:
+            launch.progress.step = generation.step
         # Steps that a rollback took back are not lost: they were not to be kept.
         took_back = len(generation.anomalies) > rollbacks
         launch.progress.trained_step = generation.step if took_back else max(launch.progress.trained_step, generation.step)

@@ -107,6 +107,8 @@ class Progress:
     """The furthest step that was ever trained, over all launches."""
     trained_step: int = 0
     """How far this launch has trained, without the steps that a rollback took back."""
+    step: int | None = None
+    """The present step of the run; while steps are trained again it lies before `high_water_step`."""
     step_s: dict[int, float] = field(default_factory=dict)
     """The median seconds of a step, by number of hosts."""
     max_steps: int | None = None
@@ -202,6 +204,7 @@ class Progress:
             "high_water_step": self.high_water_step,
             "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
             "trained_step": self.trained_step,
+            "step": self.step,
             "max_steps": self.max_steps,
             # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
             "saved_path": self.saved_path and identity.inside(self.saved_path, run_dir),
@@ -251,6 +254,7 @@ class Progress:
 
     def _restore_run(self, state: Mapping[str, Any], is_same: bool, step_s: float) -> None:
         self.high_water_step, self.checkpoint_step = state["high_water_step"], state["checkpoint_step"]
+        self.step = state.get("step")
         self.failed_requests = state.get("failed_requests", 0)
         self.requests = dict(state.get("requests", {}))
         self.committed_step = state["committed_step"]

@@ -56,6 +56,7 @@ class _State(TypedDict):
     checkpoint_step: int | None
     max_steps: NotRequired[int | None]
     trained_step: NotRequired[int]
+    step: NotRequired[int | None]
     committed_step: int | None
     failed_requests: NotRequired[int]
     requests: NotRequired[dict[str, int]]

@@ -101,15 +101,14 @@ def read(run: Where, now_s: float | None = None) -> Overview:
     earlier, started_s = state.get("earlier") or {}, state.get("goodput", {}).get("started_at_s")
     seconds = about.get("goodput") or seconds_of(state)
     this_s = None if started_s is None or changed_s is None else changed_s - started_s
-    published = [number for number in (state.get("published") or {}).values() if isinstance(number, int) and number >= 0]
-    steps = [number for number in (about.get("steps"), state.get("checkpoint_step"), *published) if number is not None]
+    steps = [number for number in (about.get("steps"), state.get("step"), state.get("checkpoint_step")) if number is not None]
     return Overview(
         name=folder.name,
         folder=folder.url,
         kind=kind,
         state=words,
         launch_id=launch_id,
-        step=max(steps, default=None),
+        step=steps[0] if steps else None,
         max_steps=state.get("max_steps"),
         metrics=train,
         evaluation=about.get("evaluation") or evaluation,

@@ -48,7 +48,7 @@ def start(storage):
         began_s = time.time() - 100.0
         launch = launches.open_launch(str(run_dir), "launch", began_s, TrackingConfig(mlflow=False), settings, time.time)
         opened.append(launch)
-        launch.progress.max_steps = 100
+        launch.progress.max_steps, launch.progress.step = 100, 40
         launch.progress.goodput.switch("step", began_s + 20.0)
         launch.saved(30, str(saved(run_dir, 30)))
         assert launch.progress.is_new(40, "train")
@@ -69,7 +69,7 @@ def end(launch, how):
 
 
 def test_a_run_that_goes_on(start, storage):
-    start("a")
+    launch = start("a")
     run = overview.read(storage / "a")
     assert (run.kind, run.state, run.problems) == (overview.LIVE, "training", ())
     assert (run.step, run.max_steps, run.checkpoint_step, run.hosts, run.num_incidents) == (40, 100, 30, 3, 0)
@@ -77,6 +77,10 @@ def test_a_run_that_goes_on(start, storage):
     assert run.evaluation["eval_loss"] == 3.0
     assert run.left_s == 30.0
     assert run.goodput == pytest.approx(0.8, abs=0.05)
+    launch.progress.step = 36  # after a failure, as the console says it
+    launch.store()
+    assert launch.flush(30.0)
+    assert overview.read(storage / "a").step == 36
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -52,7 +52,7 @@ def start(storage):
         run_dir, began_s = f"{storage}/{name}", time.time() - 100.0
         launch = launches.open_launch(run_dir, "launch", began_s, TrackingConfig(mlflow=False), settings, time.time)
         opened.append(launch)
-        launch.progress.max_steps = 100
+        launch.progress.max_steps, launch.progress.step = 100, 40
         launch.progress.goodput.switch("step", began_s + 20.0)
         assert launch.progress.is_new(40, "train")
         launch.publish(40, METRICS)

@@ -78,9 +78,15 @@ def test_many_skipped_batches_are_one_incident_and_a_few_lines(world):
 
 def test_a_process_is_killed(world):
     launched = Launched(world)
+    steps = []
+    for tenth in range(500):
+        world.at(0.1 * tenth, lambda: steps.append(launched.launch.progress.step))
     world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
     assert finished(launched, world) == ["process_crash"]
     (incident,) = launched.launch.progress.incidents
+    trained = [step for step in steps if step is not None]
+    (back,) = (at for at in range(1, len(trained)) if trained[at] < trained[at - 1])
+    assert incident.resumed_step <= trained[back] < trained[back - 1] <= incident.step, "those that are trained again count again"
     assert (incident.host, incident.action, incident.open) == (1, "restart", False)
     (told,) = [event["incident"] for event in launched.told() if event["ev"] == "recovered"]
     assert told["replayed_steps"] == incident.step - incident.resumed_step > 0
