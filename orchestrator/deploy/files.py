@@ -192,7 +192,7 @@ def next_commands(config: JobConfig, request: Request) -> Iterator[str]:
         yield f"docker build --file {out}/Dockerfile --tag {request.image} . && docker push {request.image}"
         yield f"kubectl apply --filename {out}/rayjob.yaml"
     elif request.to == "tpu-vm":
-        yield f"for step in create setup start submit; do {out}/tpu_vm.sh $step || break; done"
+        yield from (f"bash {out}/tpu_vm.sh {step}" for step in ("create", "setup", "start", "submit"))
     else:
         yield "ray get-auth-token --generate"
         yield f"RAY_AUTH_MODE=token ray up {out}/cluster.yaml"

@@ -38,12 +38,15 @@ WAITING = {
 """The innermost functions in which a host waits for other hosts, and what it waits on. On the device it waits in a collective.
 A test checks that every function of this table exists."""
 
-LIBRARY = re.compile(r"-packages/|/lib(64)?/python3[.\d]*/|^<|^(jax|jaxlib|numpy|orbax|tensorstore|etils|flax|optax)/")
+PACKAGES = r"(?:gangway|trainers|cluster|orchestrator)/"
+LIBRARY = re.compile(
+    rf"-packages/(?!{PACKAGES})|/lib(64)?/python3[.\d]*/(?!(site|dist)-packages/)|^<|^(jax|jaxlib|numpy|orbax|tensorstore|etils|flax|optax)/"
+)
+"""Our own code is none where it is installed."""
 STANDARD = re.compile(r"(^|/)(threading|selectors|queue|socket|subprocess|ssl)\.py$|(^|/)(asyncio|concurrent/futures)/|^<")
 CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
 """The prefix of the names of our threads that write a checkpoint."""
-PACKAGES = r"(?:gangway|trainers|cluster|orchestrator)/"
 OURS = re.compile(rf"(^|/){PACKAGES}")
 LOOP = re.compile(r"(^|/)trainers/(loop|trainer)/")
 """What a user's `train` calls: whoever is in it is no longer in the user's code."""

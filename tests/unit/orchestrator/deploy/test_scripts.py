@@ -256,7 +256,10 @@ def tpu_vm(tmp_path):
     return step
 
 
-def test_slices_are_asked_for_in_the_queue(tpu_vm):
+def test_slices_are_asked_for_in_the_queue(capsys, tpu_vm):
+    said = capsys.readouterr().out
+    steps = re.findall("^  bash deploy/tpu-vm/tpu_vm.sh (.+)$", said, re.MULTILINE)
+    assert steps == ["create", "setup", "start", "submit"]
     status, noted = tpu_vm("create")
     assert status == 0
     assert "queued-resources create llama3-70b --accelerator-type=v5p-1024 --runtime-version=v2-alpha-tpuv5" in noted
