@@ -91,6 +91,7 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
     assert f"/{summary['steps']}-" in summary["checkpoint"]
 
 
+@pytest.mark.slow("a whole job, killed twice; tests/ray/test_jobs.py has one that is killed")
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     slow = Folder(tmp_path / "faults", step_s=0.1)  # else a busy machine is past step 80 when it is killed
     process = start(tmp_path, "max_num_steps=100000", "hosts.count=1", f"hosts.env.GANGWAY_FAULTS={slow.path}")

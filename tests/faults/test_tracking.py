@@ -169,6 +169,7 @@ def test_lines_shipped_twice_are_in_the_store_once(run_dir, store):
     assert query(store, "select count(*) from runs where name = 'a'") == [(1,)]
 
 
+@pytest.mark.slow("starts MLflow")
 def test_the_shipper_does_not_outlive_a_killed_driver(run_dir, store):
     program = (
         "import sys, time; from orchestrator.tracking.tracker import *\n"

@@ -120,6 +120,7 @@ def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_p
     assert layout.unfinished(place_of(tmp_path / "run" / "checkpoints")) == []
 
 
+@pytest.mark.slow("starts hosts twice")
 def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path):
     """The folder of the checkpoints is gone on all hosts, or only one of them sees one checkpoint."""
     shutil.copytree(trained / "run", tmp_path / "run")

@@ -116,6 +116,7 @@ def written(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow("starts hosts")
 def test_a_notice_on_one_host_makes_all_save_and_stop_at_one_step(tmp_path):
     import signal
 

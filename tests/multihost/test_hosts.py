@@ -44,16 +44,11 @@ def one_process(tmp_path_factory):
     return host
 
 
-OTHER_MESHES = ({"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "tensor": 4})
+MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "tensor": 4})
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        *(pytest.param(mesh, marks=pytest.mark.slow("starts the processes of two hosts")) for mesh in OTHER_MESHES),
-    ],
-)
+@pytest.mark.slow("starts the processes of two hosts")
+@pytest.mark.parametrize("mesh", MESHES)
 def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one_process, mesh):
     made = arguments(tmp_path, mesh=mesh, trainer="tests.programs.mesh_groups:NotesMeshGroups")
     hosts = harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=4)
@@ -128,6 +123,7 @@ def test_an_error_is_reported_with_its_kind_and_its_traceback(tmp_path):
     assert hosts[0].exit.code == 1
 
 
+@pytest.mark.slow("starts hosts; another error of theirs is reported in `make test`")
 def test_an_error_of_a_callback_is_reported_with_its_line(tmp_path):
     made = arguments(tmp_path, trainer="tests.programs.mistaken:WithTheCallback")
     hosts = harness.start(made, tmp_path, hosts=1, devices_per_host=1)

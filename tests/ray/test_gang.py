@@ -94,6 +94,7 @@ def test_all_hosts_run_with_their_own_environment(take, tmp_path):
     assert all(each["host_ip"] for each in about)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_release_ends_processes_and_gives_the_machines_back(take):
     gang = take(count=2)
     pids = start(gang)
@@ -140,6 +141,7 @@ def test_a_frozen_process_ends_with_its_agent_too(take):
     assert wait_until(lambda: is_gone(pid))
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_lost_agent_is_replaced_on_its_own_place(take):
     gang = take(count=2)
     start(gang)
@@ -159,6 +161,7 @@ def test_a_lost_agent_is_replaced_on_its_own_place(take):
     assert event(gang, 1, "warm")["tag"] == 0
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path):
     gang = take(count=2, spares=1)
     start(gang)
@@ -182,6 +185,7 @@ def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path
         gang.set_members([lost, lost])
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_spare_that_dies_gets_a_new_agent_by_itself(take):
     gang = take(count=1, spares=1)
     spare = gang.wait_available(2, 60)[1]
@@ -241,6 +245,7 @@ def test_missing_spares_hold_nothing_up(take):
     assert ray.get(gang.call(2, "start", {"generation": 1}))["pid"]
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(take):
     with pytest.raises(GangTimeout) as error:
         take(count=CPUS + 3, timeout_s=0.5)
@@ -293,6 +298,7 @@ def stop_after(count):
     return check_stop
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_request_to_stop_ends_every_wait_and_leaves_nothing_behind(take, tmp_path):
     def reserve_more(**hosts):
         folders = {"log_dir": str(tmp_path), "module": MODULE}
@@ -315,6 +321,7 @@ def test_gpu_hosts_want_gpus(take):
         take(kind="gpu", devices_per_host=4, timeout_s=0.5)
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_agents_that_do_not_start_leave_nothing_behind(tmp_path):
     with pytest.raises(GangTimeout, match="an agent of run 'run' did not start"):
         reserve(HostsConfig(count=2, env={"NAME": 1}), "run", log_dir=str(tmp_path), module=MODULE)  # no text: it raises
@@ -375,6 +382,7 @@ def test_a_second_driver_fences_out_the_first(take, tmp_path, caplog):
     assert not [line for line in caplog.text.splitlines() if "Unhandled error" in line and "take_stacks" in line]
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_only_a_whole_gang_is_adopted(take, tmp_path):
     gang = take(count=2)
     again = {"log_dir": str(tmp_path), "driver_term": 1, "module": MODULE}
@@ -476,6 +484,7 @@ def test_a_driver_that_is_killed_while_it_waits_for_machines_leaves_nothing(tmp_
     assert wait_until(lambda: ray.util.list_named_actors(all_namespaces=True) == [])
 
 
+@pytest.mark.slow("starts a gang; its parts are simulated in tests/unit/cluster")
 def test_a_steward_leaves_alone_what_a_newer_driver_holds(take):
     _, older = hire("run", 0, 1.0)
     gang = take(count=1)

@@ -58,5 +58,6 @@ def fingerprints(storage, name):
     return manifest.read_meta(place_of(folder))["fingerprints"]
 
 
+@pytest.mark.slow("starts a gang")
 def test_each_system_has_a_script():
     assert SCRIPTS == ["easydel_sft", "fairseq2_recipe", "veomni_trainer"]

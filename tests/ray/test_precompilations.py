@@ -16,6 +16,8 @@ from orchestrator.driver.precompile import Precompilations
 from tests.programs.processes import wait_until
 from tests.ray.machines import own_ray
 
+WINGS = ("orchestrator/driver/precompile.py", "cluster/gang")
+
 LIMITS = {"import_s": 1.0, "join_s": 2.0, "compile_s": 3.0}
 
 
@@ -115,6 +117,7 @@ def test_not_before_all_train_and_not_while_one_is_silent():
     assert stage.asked == []
 
 
+@pytest.mark.slow("starts a gang")
 def test_what_goes_wrong_is_said_and_not_tried_again_by_this_generation():
     stage = Stage(answers={1: "OutOfMemory: 3 GB"})
     stage.poll()
@@ -139,6 +142,7 @@ def test_an_agent_that_never_answers_holds_nothing_up_for_ever():
     assert stage.notes == [("could not compile ahead for 2 hosts (host 0 of them: its agent does not answer)", "warning")]
 
 
+@pytest.mark.slow("starts a gang")
 def test_an_agent_that_dies_is_a_problem_like_any_other():
     stage = Stage(answers={0: "never"})
     stage.poll()

@@ -49,6 +49,7 @@ def test_a_seed_draws_the_same_and_a_larger_count_more():
     assert {mutant.key for mutant in few} != {mutant.key for mutant in sample(ROOT, path, 4, seed=4)}
 
 
+@pytest.mark.slow("reads all tests")
 def test_a_mutant_meets_the_tests_of_its_module_then_those_of_its_wing_then_those_beside_the_wings():
     own, wing, whole = rings_of(ROOT, "trainers/optim/pruning.py")
     assert "tests/unit/trainers/optim/test_pruning.py" in own
@@ -72,6 +73,7 @@ def test_which_tests_import_a_module(text, found):
     assert imports(text, ["trainers", "step", "rng"]) == found
 
 
+@pytest.mark.slow("reads all modules")
 def test_each_equivalent_mutant_is_one_of_the_present_text():
     for path, line, change in equivalents(EQUIVALENT):
         text = (ROOT / path).read_text()

@@ -176,6 +176,7 @@ For `llama3_8b_long_v5p` the compiler gathers weights by sums, too. With more ef
 of what experts sum (1.6 in all). Of stages: in each turn the gradients of one stage's weights, a quarter of all."""
 
 
+@pytest.mark.slow("compiles for a TPU")
 def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
     status = command.main(
         [

@@ -223,6 +223,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events, mo
     assert {event["step"] for event in of(events, "save_failed")} == {4, 6}
 
 
+@pytest.mark.slow("trains twice")
 def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
     made = trainer(tmp_path, StopAt(5, "requested"), optimizer=FIXED)
     first = made.train()
@@ -231,6 +232,7 @@ def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
     assert_equal(made.train(state=first), trainer(tmp_path / "whole", optimizer=FIXED).train())
 
 
+@pytest.mark.slow("trains three times")
 def test_started_again_at_its_end_it_tells_the_same(tmp_path, events, monkeypatch):
     first, second = trainer(tmp_path, optimizer=FIXED), trainer(tmp_path, optimizer=FIXED)
     first.train()

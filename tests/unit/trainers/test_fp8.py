@@ -66,6 +66,7 @@ def test_the_step_has_products_of_8_bits_for_each_linear_layer(tmp_path, texts, 
     assert len(re.findall("dot_general", text)) > len(found)
 
 
+@pytest.mark.slow("compiles several programs")
 def test_an_evaluation_and_a_preview_multiply_by_the_weights_as_they_are():
     model, plain = (
         nnx.jit(lambda config=config: Decoder(config, rngs=nnx.Rngs(0)))()

@@ -195,6 +195,7 @@ def test_no_file_is_left_and_the_process_is_as_before(tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.slow("trains twice; that without an error is in `make test`")
 def test_after_an_error_the_process_is_as_before_too(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before, num_threads = runtime.current(), threading.active_count()
@@ -252,6 +253,7 @@ def test_an_interrupt_ends_it_with_what_was_learnt_and_a_later_one_goes_on(tmp_p
     assert [row["loss"] for row in second.history] == [row["loss"] for row in whole.history]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kept", ["none", "best"])
 def test_the_best_model_is_that_of_the_best_score_wherever_it_is_named(tmp_path, kept):
     folder = str(tmp_path / "run")

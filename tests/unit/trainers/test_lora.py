@@ -202,6 +202,7 @@ def test_the_command_that_evaluates_gives_the_numbers_of_the_training(trained, t
     assert made.frozen.keys() == {"base"}
 
 
+@pytest.mark.slow("trains and evaluates")
 def test_a_model_without_adapters_is_measured_as_it_is(trained, tmp_path, capsys):
     config = tmp_path / "lora.yaml"
     given = {**SETTINGS, "name": "run", "storage": str(tmp_path), "global_batch_size": 16, "publish_every_steps": 1}

@@ -80,6 +80,7 @@ def test_the_form_of_peft_has_them_as_modules_to_save(trained, tmp_path):
     assert "base_model.model.model.embed_tokens.weight" in written
 
 
+@pytest.mark.slow("trains several times; that of tests/unit/trainers/test_lora.py is in `make test`")
 def test_a_run_goes_on_bit_for_bit(trained, tmp_path):
     trainer(tmp_path, **{**CHANGES, "max_num_steps": 1, "checkpoint": {"save_steps": 1}}).train()
     again = trainer(tmp_path, **CHANGES)

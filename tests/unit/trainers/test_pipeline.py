@@ -138,7 +138,7 @@ def test_each_stage_has_its_layers_alone(tmp_path):
     assert query.shard_shape((4, 16, 16)) == (2, 16, 16)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("trains on a mesh")
 @pytest.mark.parametrize(("asked", "expected"), [(None, 4), (2, 2), (1, 1)])
 def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, events, texts, monkeypatch, asked, expected):
     counts = []
@@ -166,7 +166,7 @@ def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, mo
     assert {axes[2:] for axes in held} == {("context",)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("trains on a mesh")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [({}, 4 + 3), ({"schedule": "interleaved"}, 2 * 4 + 3), ({"schedule": "interleaved", "repeats": 4}, 4 * 4 + 3)],

@@ -37,6 +37,7 @@ def test_a_language_model_continues_texts_as_the_run_does(run, registered, capsy
     assert model.predict([]) == []
 
 
+@pytest.mark.slow("loads a model in MLflow")
 def test_the_folder_says_how_mlflow_loads_it(registered):
     about = yaml.safe_load((registered / "MLmodel").read_text())
     flavor = about["flavors"]["python_function"]

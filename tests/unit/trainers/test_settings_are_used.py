@@ -165,7 +165,7 @@ def test_evaluation_reads_no_more_batches_than_it_may(tmp_path, events, max_batc
         assert made.evaluate(state)["loss"] == pytest.approx(means[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("batch_size", "num_batches"), [(None, 2), (8, 3), (5, 5), (21, 1)])
 def test_an_evaluation_has_batches_of_its_own_size_and_the_same_means(tmp_path, events, batch_size, num_batches):
     made = trainer(tmp_path, evaluation={"batch_size": batch_size}, **ONE_STEP)
@@ -261,6 +261,7 @@ def test_metrics_come_as_often_as_the_settings_say(tmp_path, events):
     assert sorted({event["step"] for event in of(events, "metrics") if "loss" in event["metrics"]}) == [4, 8, 9]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -300,6 +301,7 @@ def test_the_running_mean_of_the_losses_forgets_as_fast_as_the_settings_say(tmp_
     assert float(after.loss_stats["mean"]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("save_at_end", [True, False])
 def test_the_last_state_is_saved_if_the_settings_say_so(tmp_path, events, save_at_end):
     trainer(tmp_path, max_num_steps=3, checkpoint={"save_at_end": save_at_end, "save_steps": 2}).train()

@@ -77,7 +77,7 @@ def test_an_older_driver_and_an_older_generation_change_nothing(folder):
     assert second.claim(before.term) == before  # again: nothing new is recorded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["local", "memory", "gs"])
 def test_four_drivers_that_sleep_leave_a_row_in_order(kind, stores, tmp_path, monkeypatch):
     store = store_of(kind, stores, tmp_path, monkeypatch)

@@ -74,12 +74,14 @@ def adapted(base, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("adapted"), data=DATA, lora={"rank": 2}, model={"pretrained": str(base)})
 
 
+@pytest.mark.slow("trains and exports")
 def test_the_export_of_adapters_has_the_ends_and_the_context_of_its_base(base, adapted, tmp_path):
     about = exported(adapted, tmp_path / "out")
     assert (about["eos_token_id"], about["max_position_embeddings"]) == ([3, 5], CONTEXT)
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_generation_config", [True, False])
 def test_every_export_says_what_has_ended_a_turn_in_training(base, tmp_path, has_generation_config):
     """The base knows its own ends alone, the training had a tokenizer with a template of its own."""
@@ -110,6 +112,7 @@ def resize(folder, vocab_size):
     save_file(tensors, path)
 
 
+@pytest.mark.slow("trains and exports")
 def test_the_template_of_an_export_has_the_fields_of_the_run(tmp_path):
     words = chat_folders.write(tmp_path / "words", "{{ mood }}" + chat_folders.CHATML)
     data = DATA | {"tokenizer": str(words), "template_fields": {"mood": "calm", "loud": False}}
@@ -129,6 +132,7 @@ def test_an_end_of_several_tokens_is_a_text_that_stops(tmp_path):
     assert found == {"eos_token_id": 256, "stop_strings": ["[/end]"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_export_of_a_new_model_has_the_ends_of_its_tokenizer(words, tmp_path, alone):
     read = tokenizers.load(str(words))

@@ -134,6 +134,7 @@ def own_logits(made):
     return np.asarray(jax.jit(lambda params, tokens: made.model.merge(params)(tokens))(params, TOKENS[None]))[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_files_have_the_permissions_of_the_user(trained, tmp_path, umask, mode):
     before = os.umask(umask)
@@ -240,6 +241,7 @@ class WithTokenizer(BaseTrainer):
         return {"tokenizer": Tokenizer(["a"]), "note": "text"}
 
 
+@pytest.mark.slow("trains and exports")
 def test_the_assets_of_the_model_go_with_every_export(tmp_path, events):
     callback = HuggingFaceExport(str(tmp_path / "callback"))
     made = trainer(tmp_path, callback, cls=WithTokenizer, **LLAMA)
@@ -262,6 +264,7 @@ def test_the_command_leaves_accelerators_alone_however_it_is_called(monkeypatch,
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
+@pytest.mark.slow("starts a process")
 def test_from_the_command_line_without_the_devices_of_the_training(trained, tmp_path):
     words = [sys.executable, "-m", "trainers.export", str(run_folder(trained)), str(tmp_path / "hf"), "--format", "huggingface"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PATIENCE_S)

@@ -41,6 +41,7 @@ def folders(folder):
     return place_of(folder).folders()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 def test_every_request_of_a_save_and_a_restore_is_counted_orbax_own_too(folder, bucket):
     """Beside what a plan expects of a save."""

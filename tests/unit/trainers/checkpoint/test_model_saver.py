@@ -59,6 +59,7 @@ def test_without_checkpoints_the_models_keep_their_limit(tmp_path, events):
     assert models_in(tmp_path) == [10, 12]
 
 
+@pytest.mark.slow("trains three times")
 def test_after_a_restart_models_of_the_abandoned_steps_are_made_again(tmp_path, events):
     checkpoint = {"save_steps": 4, "model_every_steps": 3}
     trainer(tmp_path, StopAt(8, "requested"), optimizer=FIXED, checkpoint=checkpoint).train()

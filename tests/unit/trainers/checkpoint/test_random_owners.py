@@ -64,6 +64,7 @@ def test_many_drivers_take_a_run_on_a_disk_from_each_other(tmp_path, on_disk):
     assert wrong == {}
 
 
+@pytest.mark.slow("the same on a disk is in `make test`")
 def test_many_drivers_take_a_run_in_a_bucket_from_each_other(tmp_path, stores, monkeypatch, request):
     stores["gs"].set(monkeypatch)
     processes = request.getfixturevalue("processes")  # with this environment

@@ -165,6 +165,7 @@ def test_a_changed_time_alone_is_no_change_and_an_edit_with_the_old_time_is_foun
     assert "0.txt has other contents" in seen(tmp_path, texts).problem(meta, pytest.fail)[0]
 
 
+@pytest.mark.slow("trains three times")
 def test_a_run_of_before_is_told_once_and_gets_a_record(tmp_path, texts, monkeypatch, events):
     with monkeypatch.context() as patch:
         patch.setattr(Identity, "recorded", lambda self: {})
@@ -176,6 +177,7 @@ def test_a_run_of_before_is_told_once_and_gets_a_record(tmp_path, texts, monkeyp
     assert list(going_on.newest(str(tmp_path / "runs" / "run"))[1][KEY]["files"]) == [*seen(tmp_path, texts).seen["files"]]
 
 
+@pytest.mark.slow("trains twice")
 def test_other_paths_are_a_change_of_settings(tmp_path, texts, events):
     train(tmp_path, texts)
     other = texts.rename(tmp_path / "elsewhere")

@@ -165,6 +165,7 @@ def test_numbers_that_devices_have_are_taken():
     check_numbers({**edges, "d": np.zeros((0, 3)), "sample_id": np.array([2**40])}, {})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("leaf", "value", "found"),
     [
@@ -386,6 +387,7 @@ def test_a_stream_that_has_ended_stays_ended(tmp_path, events):
     assert again.output.stop_reason is StopReason.END_OF_DATA
 
 
+@pytest.mark.slow("trains three times")
 def test_an_end_that_is_known_early_waits_for_the_last_batch_whatever_is_saved(tmp_path, events):
     states = [stream_trainer(tmp_path / str(n), num_examples=160, checkpoint={"save_steps": n}).train() for n in (1, 3, 100)]
     assert [int(state.batch_index) for state in states] == [10, 10, 10]

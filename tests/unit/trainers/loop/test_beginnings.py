@@ -58,7 +58,7 @@ def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_p
     ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("trains twice")
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_a_rollback_to_the_beginning_finds_what_was_given(tmp_path, events, kind):
     source = state_of(tmp_path, 2)

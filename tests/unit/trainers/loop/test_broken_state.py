@@ -71,6 +71,7 @@ def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_ou
     assert saved_and_finite(tmp_path / "run" / "checkpoints") == [7, 8]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("save_at", [8, None])
 def test_what_the_step_does_not_tell_is_found_before_the_save_and_looked_for(tmp_path, events, save_at):
     """Moments, which the step does not look at."""
@@ -83,6 +84,7 @@ def test_what_the_step_does_not_tell_is_found_before_the_save_and_looked_for(tmp
     assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -109,6 +111,7 @@ class Breaks(BaseTrainer):
         return state, metrics
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("save_steps", [1, 4])
 def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path, events, save_steps):
     made = trainer(tmp_path, cls=Breaks, checkpoint={"save_steps": save_steps})

@@ -86,6 +86,7 @@ def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, event
     assert seen == [(what, epoch) for epoch in range(4) for what in ("begin", "end")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limits", [{"max_num_steps": 8}, {"max_num_steps": 8, "max_num_data_epochs": 3}])
 def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, undisturbed, limits):
     """Others ask whether to stop only where nothing limits the steps."""

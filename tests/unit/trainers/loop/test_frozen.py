@@ -90,6 +90,7 @@ def test_a_checkpoint_and_a_file_give_the_same_weights(tmp_path, events, teacher
     assert_equal(made.frozen["teacher"], jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), expected))
 
 
+@pytest.mark.slow("trains three times")
 def test_a_run_goes_on_with_the_same_teacher_though_there_is_a_newer_one(tmp_path, events, teacher):
     moving = shutil.copytree(teacher, tmp_path / "moving")
     shutil.move(saved(moving, 8), tmp_path / "8")

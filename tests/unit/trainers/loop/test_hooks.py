@@ -86,6 +86,7 @@ def test_each_hook_is_called_when_it_should_be(tmp_path):
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", [5, 7])
 def test_a_run_that_goes_on_begins_and_ends_each_epoch_once(tmp_path, cut):
     changes = {"cls": Spy, "global_batch_size": BATCH, "optimizer": FIXED, "evaluation": {"max_batches": 1}}
@@ -186,6 +187,7 @@ class Swapping(BaseTrainer):
         return self.kept, {**metrics, "loss": metrics["loss"] + 1, "mine": 5.0}
 
 
+@pytest.mark.slow("trains and evaluates")
 def test_an_evaluation_may_look_at_another_state_and_its_metrics_are_what_the_hook_returns(tmp_path, events):
     changes = {"optimizer": FIXED, "evaluation": {"every_steps": 4}}
     made = trainer(tmp_path, cls=Swapping, **changes)
@@ -342,7 +344,7 @@ def raising(name, error):
     return type("Raising", (BaseTrainer,), {name: hook})
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -362,6 +364,7 @@ def test_an_error_in_a_hook_never_ends_training_as_a_success(tmp_path, name, err
     assert (told.errors, told.ended, made.output) == ([error], 0, None)
 
 
+@pytest.mark.slow("trains twice")
 def test_after_an_error_in_a_hook_a_run_goes_on_from_its_checkpoint(tmp_path):
     class Once(BaseTrainer):
         def on_step_end(self, state, metrics, step):

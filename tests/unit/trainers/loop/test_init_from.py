@@ -189,6 +189,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_keeps_what_it_began_with(tmp_
     assert of(events, "note")[0]["message"].startswith("init_from was not used: the run goes on from its checkpoint of step 12")
 
 
+@pytest.mark.slow("trains twice")
 def test_before_its_first_checkpoint_a_run_begins_with_the_same_again(tmp_path, events, source):
     """Also if the other run has a newer checkpoint by now; and not if that is gone, or another."""
     other = tmp_path / "other"

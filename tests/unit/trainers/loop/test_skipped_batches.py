@@ -157,7 +157,7 @@ def test_checkpoints_of_the_trajectory_left_are_made_anew(tmp_path, left_out):
     assert of(told, "restored")[0] | {"t": 0} == {"t": 0, "ev": "restored", "step": 7, "skipped": []}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("trains three times")
 @pytest.mark.parametrize(("skip_before", "restored"), [(2, 4), (3, None)])
 def test_a_process_that_dies_after_a_rollback_loses_none_of_it(tmp_path, left_out, skip_before, restored):
     """Before the next checkpoint: the file alone knows what to leave out."""
@@ -239,6 +239,7 @@ def test_a_run_may_fail_of_it(tmp_path, events, callback, anomalies, error, mess
 # ---------------------------------------------------------------------- orders
 
 
+@pytest.mark.slow("trains three times")
 def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path, events):
     whole = trainer(tmp_path / "whole", **CLEAN)
     state = whole.train()

@@ -42,6 +42,7 @@ def test_it_ends_as_the_other_run_would_have_from_its_newest_or_any_step(tmp_pat
         assert told in [event["message"] for event in of(events, "note")]
 
 
+@pytest.mark.slow("trains three times")
 def test_a_start_before_the_first_checkpoint_begins_the_same_and_its_own_checkpoint_wins(tmp_path, events, source):
     folder = tmp_path / "run"
     shutil.copytree(source[0], folder)

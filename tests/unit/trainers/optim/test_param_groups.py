@@ -114,6 +114,7 @@ class Frozen(BaseTrainer):
         return (ParameterGroup(pattern="out", learning_rate=2 * RATE),)
 
 
+@pytest.mark.slow("trains")
 def test_a_subclass_freezes_and_groups(tmp_path, events):
     by_config = {**ADAMW, "groups": [*FROZEN_EMBED["groups"], {"pattern": "out", "learning_rate": 2 * RATE}]}
     a = trainer(tmp_path / "a", cls=Frozen, optimizer=ADAMW).train()

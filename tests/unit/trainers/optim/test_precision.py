@@ -175,6 +175,7 @@ def test_the_share_of_lost_updates_counts_those_that_change_nothing():
     assert float(share_lost({"a": params["wide"]}, {"a": updates["wide"]})) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("master_weights", ["float32", "stochastic", "none"])
 def test_a_run_of_bfloat16_moves_its_parameters_or_says_that_it_does_not(tmp_path, events, master_weights):
     settings = {

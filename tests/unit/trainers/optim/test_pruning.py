@@ -139,6 +139,7 @@ def test_a_pruner_of_ones_own_prunes_and_a_resume_goes_on_bit_for_bit(tmp_path, 
     assert_equal(hooked.params, whole.params)
 
 
+@pytest.mark.slow("trains twice")
 def test_a_restart_in_one_launch_prunes_by_kept_executables(tmp_path, events, monkeypatch):
     """Nothing is traced again there, so the pruner's Python code is called for the shapes alone."""
     calls = []

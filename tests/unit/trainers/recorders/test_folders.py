@@ -40,6 +40,7 @@ def test_a_run_writes_where_it_is_reported_and_goes_on_there(tmp_path, monkeypat
     assert not (folder / "tensorboard").exists()
 
 
+@pytest.mark.slow("starts W&B")
 def test_weights_and_biases_write_there_and_stay_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

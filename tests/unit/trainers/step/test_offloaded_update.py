@@ -59,6 +59,7 @@ def made(name):
     return freezing(with_master_weights(build_grouped(config, optax.constant_schedule(0.01), KINDS, GROUPS)), GROUPS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in OFFLOADED), ("adamw", "bfloat16")])
 def test_it_is_the_update_of_a_state_on_the_devices(name, dtype):
     optimizer, params = made(name), jax.tree.map(lambda leaf: leaf.astype(dtype), drawn(0))

@@ -53,6 +53,7 @@ def test_it_is_the_mean_over_all_steps_weighted_like_the_metric(tmp_path, events
     assert published(events, "mean_share") == pytest.approx(means, rel=1e-6)
 
 
+@pytest.mark.slow("trains three times")
 def test_it_does_not_depend_on_when_it_is_published(tmp_path, events):
     run(tmp_path / "often").train()
     often = published(events, "mean_accuracy")
