@@ -18,7 +18,7 @@ shows 'rayjob.yaml' gangway deploy config.yaml --to kuberay --image example.org/
 # docs/deploy.md: gangway deploy config.yaml --to gke-tpu --image
 shows 'rayjob.yaml' gangway deploy config.yaml --to gke-tpu --image europe-docker.pkg.dev/my/images/llama:1 "${slices[@]}"
 # docs/deploy.md: gangway deploy config.yaml --to tpu-vm --project my-project --zone us-east5-b
-shows 'for step in create setup start submit' gangway deploy config.yaml --to tpu-vm --project my-project --zone us-east5-b "${slices[@]}"
+shows 'tpu_vm.sh submit' gangway deploy config.yaml --to tpu-vm --project my-project --zone us-east5-b "${slices[@]}"
 # docs/deploy.md: gangway deploy config.yaml --to ray-cluster --zone us-east-1a --machine p5.48xlarge
 shows 'ray up' gangway deploy config.yaml --to ray-cluster --zone us-east-1a --machine p5.48xlarge "${gpus[@]}"
 # docs/deploy.md: gangway deploy config.yaml --to slurm storage=runs
