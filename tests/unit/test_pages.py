@@ -1,6 +1,7 @@
 """Every key, command, metric and public name is in a page of the documents, which is as the code says."""
 
 import ast
+import re
 
 import pytest
 
@@ -10,9 +11,11 @@ from tests import ROOT
 from tests.pages import api, keys
 from tests.pages.__main__ import PAGES
 from tests.unit.config_keys import every_key
-from tests.unit.documents import blocks
+from tests.unit.documents import DOCUMENTS, FENCE, blocks
 
 OURS = ("gangway", "trainers", "cluster", "orchestrator")
+COPIED_WORDS = 30
+"""As many words in a row, in two pages, are a copy."""
 KEYS, METRICS, PYTHON = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("keys", "metrics", "api"))
 
 
@@ -71,3 +74,20 @@ def test_every_name_that_a_document_or_an_example_imports_is_in_the_page():
     assert all(f"### `{name}`\n\n`from {module} import {name}`\n" in PYTHON for module, _, name in parts)
     assert len({name for _, _, name in parts}) == len(parts), "two headings of one name"
     assert all(f"`from {name} import " in PYTHON for name in modules)
+
+
+def word_runs(text):
+    """The runs of words of each paragraph, without code, tables, and the targets of links, which differ from page to page."""
+    for paragraph in re.split(r"\n\s*\n|^\|.*$|^ *[-*] ", FENCE.sub("\n\n", text), flags=re.M):
+        words = re.sub(r"\]\([^)]*\)", "]", paragraph).split()
+        yield from (" ".join(words[first : first + COPIED_WORDS]) for first in range(len(words) - COPIED_WORDS + 1))
+
+
+def test_a_paragraph_stands_in_one_page():
+    """A copy goes stale: the paragraph stays where it belongs, and the other page links to it."""
+    page_of, copies = {}, {}
+    for path in (path for path in DOCUMENTS if path not in PAGES):
+        for run in word_runs(path.read_text()):
+            if page_of.setdefault(run, path.name) != path.name:
+                copies.setdefault((page_of[run], path.name), run)
+    assert copies == {}
