@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal
 
-from gangway.config.conversion import convert_sections, from_dict
+from gangway.config.conversion import from_dict
 from gangway.config.masking import masked
-from gangway.config.section import Section, not_paths, parse_duration_s, require, require_none, too_small
+from gangway.config.section import not_paths, parse_duration_s, require, require_none, too_small
 from gangway.user_modules import load_object
 from trainers.config import (
     AnomalyConfig,
@@ -45,9 +45,8 @@ from trainers.config import (
 from trainers.config.frozen import BASE
 from trainers.config.hf_files import BYTES
 from trainers.config.mesh import CONTEXT, PipelineConfig, batch_axes, num_replicas
-from trainers.config.mesh import context_problems as problems_of_context
-from trainers.config.mesh import pipeline_problems as problems_of_pipeline
 from trainers.config.monitoring import recorder_problems
+from trainers.config.section import CheckedSection
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
@@ -64,7 +63,7 @@ PLACE = ("name", "storage")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingArguments(Section):
+class TrainingArguments(CheckedSection):
     name: str
     """The run's name: its folder is `storage`/`name`."""
     storage: str = "runs"
@@ -137,9 +136,6 @@ class TrainingArguments(Section):
     kept_programs_gb: float | None = 10.0
     """The limit on each machine for the compiled programs of all runs, which the next start loads; null: no limit. Those used
     least recently are deleted first, but none that is in use."""
-
-    def __post_init__(self):
-        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         # It becomes a folder's name (`storage`/`name`): without a separator, and with no dot in front.
@@ -246,7 +242,7 @@ class TrainingArguments(Section):
         its devices share, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
         not_divided = mesh.problems(mesh.of_arguments(self, sizes), sizes, num_devices)
-        require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes), *not_divided])
+        require_none([*mesh.context_problems(self, sizes.get(CONTEXT, 1)), *mesh.pipeline_problems(self, sizes), *not_divided])
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))
         require(

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gangway.config.section import Section, require_none, too_small
+from gangway.config.section import too_small
+from trainers.config.section import CheckedSection
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(CheckedSection):
     """When a state is saved, and which checkpoints are kept: all that any of the settings asks for, and always the newest."""
 
     start_from: str | None = None
@@ -43,9 +44,6 @@ class CheckpointConfig(Section):
     """Save the parameters alone, too, in the folder `models`, at each step that is a multiple of this."""
     model_limit: int | None = None
     """How many of the newest of these are kept. null: all. No other setting deletes them."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     @property
     def saves(self) -> bool:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
-from gangway.config.section import Section, not_paths, require_none, too_small
+from gangway.config.section import not_paths, too_small
+from trainers.config.section import CheckedSection
 
 RULES_OF_RECORDS = 2
 """The version of how records become tokens: one more at each change. Checkpoints and the digests of encoders have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig(Section):
+class SourceConfig(CheckedSection):
     """Records of files: lines of JSON, rows of tables, whole texts (`trainers/data/sources/records.py`)."""
 
     paths: tuple[str, ...] = ("python-stdlib",)
@@ -37,9 +38,6 @@ class SourceConfig(Section):
     and `completion`. `auto`: by the columns of the first record."""
     on_malformed: Literal["raise", "skip"] = "raise"
     """What becomes of a line of JSON or CSV that cannot be read. `skip`: it is left out and counted."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not self.paths:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gangway.config.conversion import convert_sections
-from gangway.config.section import Section, not_paths, require_none, too_small
+from gangway.config.section import not_paths, too_small
+from trainers.config.section import CheckedSection
 
 PLACE = "{question}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatchConfig(Section):
+class ExactMatchConfig(CheckedSection):
     """Questions whose answers the model generates, greedily (`trainers/evaluation/exact_match.py`)."""
 
     paths: tuple[str, ...]
@@ -33,9 +33,6 @@ class ExactMatchConfig(Section):
     num_tokens: int = 256
     """The tokens of a generated text at most."""
 
-    def __post_init__(self):
-        require_none(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not self.paths:
             yield "paths = []: expected at least one file or folder"
@@ -52,7 +49,7 @@ class ExactMatchConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitConfig(Section):
+class UnitConfig(CheckedSection):
     """A validation unit: held-out data, and the task that measures it."""
 
     dataset: str | None = None
@@ -68,9 +65,6 @@ class UnitConfig(Section):
     exact_match: ExactMatchConfig | None = None
     """Questions, in the place of a dataset, a task and metrics: the model generates answers, and those that are right are
     counted."""
-
-    def __post_init__(self):
-        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         yield from not_paths(self, *(name for name in ("dataset", "task", "metrics") if getattr(self, name) is not None))
@@ -96,7 +90,7 @@ def lower_is_better(metric: str) -> bool | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig(Section):
+class ScoreConfig(CheckedSection):
     """How evaluations are compared, and when training stops because none gets better."""
 
     metrics: tuple[str, ...] = ("eval_loss",)
@@ -111,9 +105,6 @@ class ScoreConfig(Section):
     """Training stops after this many evaluations without a better score."""
     early_stopper: str | None = None
     """`package.module:function` (step, score) -> whether to stop; called on host 0 alone."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not self.metrics:
@@ -136,7 +127,7 @@ class ScoreConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(Section):
+class EvaluationConfig(CheckedSection):
     """When and how to evaluate. There is never more than one evaluation at a step, and always one at the end of a run."""
 
     at_start: bool = False
@@ -159,9 +150,6 @@ class EvaluationConfig(Section):
     score: ScoreConfig | None = None
     """How evaluations are compared, for the best checkpoint and for an early stop. null: they are not."""
 
-    def __post_init__(self):
-        require_none([*convert_sections(self), *self._problems()])
-
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "every_steps", "every_epochs", "max_batches", "batch_size")
         yield from too_small(self, 0, "after_step", "after_epochs")
@@ -178,7 +166,7 @@ class EvaluationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreviewConfig(Section):
+class PreviewConfig(CheckedSection):
     """Texts that the model generates to show what it has learnt: at the end of a run, and every `every_steps`."""
 
     every_steps: int | None = None
@@ -195,9 +183,6 @@ class PreviewConfig(Section):
     """Draw from this many of the likeliest tokens; default: from all."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together have this probability; default: from all."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "every_steps", "num_tokens", "top_k")

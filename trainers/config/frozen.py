@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from gangway.config.section import Section, require_none, too_small
+from trainers.config.section import CheckedSection
 
 BASE = "base"
 """The name of the frozen weights that LoRA adapts, among those of `frozen`."""
@@ -30,7 +31,7 @@ class FrozenConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(Section):
+class LoraConfig(CheckedSection):
     """Low-rank adapters (Hu et al., 2021): the model's own weights are frozen, and each adapted weight W [in, out] acts as
     W + alpha / rank * A B, with A [in, rank] and B [rank, out]. Only A and B are trained and saved, and what `whole` names."""
 
@@ -54,9 +55,6 @@ class LoraConfig(Section):
     `whole` must name the tables."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """The type of the frozen weights in the memory of the devices. null: `param_dtype`."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     @property
     def scale(self) -> float:

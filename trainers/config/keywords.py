@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gangway.config import near_keys
-from gangway.config.section import PATH, Section, did_you_mean, not_paths, require_none
+from gangway.config.section import PATH, did_you_mean, not_paths
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
+from trainers.config.section import CheckedSection
 
 INSTEAD = {
     **dict.fromkeys(("name", "storage"), "run_dir=FOLDER"),
@@ -85,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PiecesConfig(Section):
+class PiecesConfig(CheckedSection):
     """The pieces by name. null: an object of the process that trains, which no other process can import."""
 
     model: str | None = None
@@ -98,9 +99,6 @@ class PiecesConfig(Section):
     """The same for the held-out data; null: there is none."""
     callbacks: tuple[str, ...] = ()
     """`package.module:Name` each: a class of callbacks, or a function () that returns one."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from not_paths(self, *(name for name in ("model", "loss") if getattr(self, name) is not None))

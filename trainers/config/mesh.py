@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gangway.config.section import Section, require, require_none, too_small
+from gangway.config.section import Section, require, too_small
 from trainers.config import attention
+from trainers.config.section import CheckedSection
 
 SLICE = "slice"
 """The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""
@@ -222,7 +223,7 @@ REPEATS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig(Section):
+class PipelineConfig(CheckedSection):
     """How examples go through the stages of `mesh.pipeline`."""
 
     schedule: Literal["gpipe", "interleaved"] = "gpipe"
@@ -238,9 +239,6 @@ class PipelineConfig(Section):
     repeats: int | None = None
     """How often each micro-batch goes round the stages with the interleaved schedule: so many groups of layers has each stage.
     With R repeats the stages rest for (P - 1) / (M R + P - 1) of the time. null: 2 (1 with `gpipe`)."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "microbatches")

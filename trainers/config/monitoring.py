@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gangway.config.importable import is_installed
-from gangway.config.section import PATH, Section, did_you_mean, repeated, require, require_none, too_small
+from gangway.config.section import PATH, Section, did_you_mean, repeated, require, too_small
+from trainers.config.section import CheckedSection
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnomalyConfig(Section):
+class AnomalyConfig(CheckedSection):
     """What to do about a batch whose loss or gradient is not finite, or whose loss is a spike. Its update is never applied."""
 
     non_finite: Literal["raise", "skip", "rollback"] = "skip"
@@ -34,9 +35,6 @@ class AnomalyConfig(Section):
     in the data."""
     skipped_window_batches: int = 10_000
     """Batches that were skipped longer ago do not count: a run of any length may meet a bad batch now and then."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 0, "skip_before", "max_skipped")
@@ -65,7 +63,7 @@ class MetricsConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributionConfig(Section):
+class DistributionConfig(CheckedSection):
     """Histogram, mean, deviation and extremes of parameters and their gradients, for the recorders that take them."""
 
     pattern: str | None = None
@@ -74,9 +72,6 @@ class DistributionConfig(Section):
     """They are recorded at each step that is a multiple of this: a multiple of `publish_every_steps`."""
     bins: int = 64
     """The bins of a histogram, all of one width."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "every_steps")
@@ -88,7 +83,7 @@ class DistributionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig(Section):
+class ProfileConfig(CheckedSection):
     """Windows of steps that JAX's profiler records; more at any time by `gangway profile`.
     Skips, then `repeat` times: waits, warms up, records."""
 
@@ -106,9 +101,6 @@ class ProfileConfig(Section):
     """Which hosts record, by number."""
     folder: str = "profile"
     """Where profiles are written, on every host: a folder, relative to that of the run or absolute."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not self.folder or "://" in self.folder:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gangway.config.conversion import convert_sections
-from gangway.config.section import Section, not_paths, not_patterns, require_none, too_small
+from gangway.config.section import not_paths, not_patterns, too_small
+from trainers.config.section import CheckedSection
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Section):
+class ScheduleConfig(CheckedSection):
     """The learning rate over steps, as a factor of `learning_rate`. See `trainers/optim/schedules.py` for the names."""
 
     name: str = "cosine"
@@ -42,9 +42,6 @@ class ScheduleConfig(Section):
     """For `cosine_restarts`: the peak of each cycle, as a factor of the one before."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """The arguments of `optax.<function>`."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 0, "warmup_steps", "start_factor", "final_factor", "hold_steps", "cycle_factor")
@@ -85,7 +82,7 @@ SCHEDULE_OF = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterGroup(Section):
+class ParameterGroup(CheckedSection):
     """Parameters with their own settings, or frozen. The first group that matches a parameter counts."""
 
     pattern: str
@@ -96,9 +93,6 @@ class ParameterGroup(Section):
     """Default: `optimizer.weight_decay`."""
     frozen: bool = False
     """Not trained: no optimizer state, no part in the gradient's norm, not a bit changed."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from not_patterns(self, "pattern")
@@ -117,7 +111,7 @@ OFFLOADED = ("adamw", "adam", "lion", "sgd", "rmsprop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
+class OptimizerConfig(CheckedSection):
     """The optimizer. See `trainers/optim/optimizers.py` for the names."""
 
     name: str = "adamw"
@@ -148,9 +142,6 @@ class OptimizerConfig(Section):
     """Parameters with settings of their own, or frozen. The first group that matches counts."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """The arguments of `optax.<factory>`, instead of all settings above except `learning_rate`."""
-
-    def __post_init__(self):
-        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if not self.learning_rate > 0:
@@ -184,7 +175,7 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleConfig(Section):
+class LossScaleConfig(CheckedSection):
     """Settings of loss scaling, for `dtype: float16`. The loss is multiplied by a scale, so that small gradients do not become
     0, and the gradients are divided by it."""
 
@@ -198,9 +189,6 @@ class LossScaleConfig(Section):
     window_steps: int = 2000
     """The scale grows after this many updates in a row without an overflow."""
 
-    def __post_init__(self):
-        require_none(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "window_steps")
         if not self.minimum > 0:
@@ -212,7 +200,7 @@ class LossScaleConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruningConfig(Section):
+class PruningConfig(CheckedSection):
     """Pruning: the weights of the smallest magnitude become 0 and stay 0, more and more of them, after Zhu & Gupta (2017); or by
     a pruner of one's own."""
 
@@ -229,9 +217,6 @@ class PruningConfig(Section):
     """The step at which the final sparsity is reached."""
     every_steps: int = 100
     """Between the two, weights are pruned at each step that is a multiple of this."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from not_patterns(self, "pattern")

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gangway.config.section import Section, require_none, too_small
+from gangway.config.section import too_small
+from trainers.config.section import CheckedSection
 
 NO_TARGET = -100
 """The label that other libraries give to what is no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig(Section):
+class LossConfig(CheckedSection):
     """Settings of the loss of the built-in tasks."""
 
     z_loss_weight: float = 0.0
@@ -35,9 +36,6 @@ class LossConfig(Section):
     """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one. -100
     is the id of no token, so it leaves out none."""
 
-    def __post_init__(self):
-        require_none(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 0, "z_loss_weight", "load_balancing_weight", "router_z_loss_weight")
         if not 0 <= self.label_smoothing < 1:
@@ -54,7 +52,7 @@ DEFAULT_GAMMA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(Section):
+class PreferenceConfig(CheckedSection):
     """Learning from pairs of a chosen and a rejected completion (`trainers/tasks/preference.py`)."""
 
     loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
@@ -70,9 +68,6 @@ class PreferenceConfig(Section):
     """Of `dpo` and `ipo`: where the log-probabilities of the reference come from. `frozen`: the model `frozen.reference`. `base`:
     the model under the adapters of `lora`. `columns`: the columns `ref_chosen_logps` and `ref_rejected_logps` of the data, which
     `gangway reference` writes. null: `base` with `lora`, else `frozen`."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     @property
     def margin(self) -> float:
@@ -97,15 +92,12 @@ class PreferenceConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassificationConfig(Section):
+class ClassificationConfig(CheckedSection):
     """The classes of texts (`trainers/tasks/classification.py`)."""
 
     labels: tuple[str, ...] = ()
     """The names of the classes. The column `label` of the data has such a name; or, where no name is a number, its place in this
     list, from 0 on."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if len(set(self.labels)) < len(self.labels):
@@ -115,7 +107,7 @@ class ClassificationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationConfig(Section):
+class DistillationConfig(CheckedSection):
     """Learning from the probabilities of a teacher, `frozen.teacher` (`trainers/tasks/distillation.py`)."""
 
     temperature: float = 1.0
@@ -124,9 +116,6 @@ class DistillationConfig(Section):
     top_k: int | None = None
     """The teacher's likeliest tokens that count, with their probabilities divided by their sum, and 0 for all others (as in Gemma
     3, section 2.2, of tokens that are drawn). null: all tokens count."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not self.temperature > 0:

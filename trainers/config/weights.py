@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gangway.config.section import Section, require_none
 from trainers.config.frozen import not_readable
+from trainers.config.section import CheckedSection
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitConfig(Section):
+class InitConfig(CheckedSection):
     """Parameters that a run without a checkpoint begins with; the optimizer's state is new, and the step is 0. `init_from: PATH`
     is short for `init_from: {path: PATH}`."""
 
@@ -31,9 +31,6 @@ class InitConfig(Section):
     """Pairs [regular expression, replacement], applied in this order to the names there, which gives the names here."""
     strict: bool = True
     """Whether a parameter that only one side has is an error, among those that are included. A wrong shape always is."""
-
-    def __post_init__(self):
-        require_none(self._problems())
 
     def selects(self, name: str) -> bool:
         """Whether the parameter of the model that has this name is to be loaded."""
