@@ -19,7 +19,7 @@ import jax
 
 from tests import ROOT
 from tests.environment import BUILD, QUICK_TO_COMPILE
-from trainers.planning import program
+from trainers.planning import estimate, program
 
 KEPT = ROOT / "tests" / "data" / "real_sizes.json"
 NEW = BUILD / "real_sizes"
@@ -86,4 +86,4 @@ if __name__ == "__main__":
         jax.config.update("jax_traceback_in_locations_limit", 0)
         compile_really = program.compiled
         with mock.patch.object(program, "compiled", compiled):
-            program.main()
+            estimate.answer(program.asked)

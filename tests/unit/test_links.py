@@ -38,7 +38,6 @@ OTHERWISE = {
     "trainers/checkpoint/hugging_face_out.py": NEW_FOLDER,
     "trainers/data/bpe.py": NEW_FOLDER,
     "trainers/data/parts.py": "each file has a random name, or lies in a folder that has one",
-    "trainers/data/sources/pieces.py": NEW_FOLDER,
     "trainers/checkpoint/export.py": NEW_FOLDER,
     "gangway/terminal.py": "the null device",
 }

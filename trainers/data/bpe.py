@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gangway.errors import DataError, UsageError
-from gangway.storage import durable, json_text, ours
+from gangway.storage import json_text
 from trainers.config.data import SourceConfig
+from trainers.data import kept
 from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import open_records
@@ -36,14 +35,8 @@ def train(sources: Sequence[SourceConfig], vocab_size: int, folder: Path) -> boo
         return False
     mine = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     mine.mkdir(parents=True)
-    try:
+    with kept.whole(mine, folder):
         _write(_trained(sources, vocab_size), made_of, mine)
-        durable.sync_folder(mine)
-        os.rename(mine, folder)
-    except BaseException:
-        with suppress(OSError):
-            ours.delete(mine, ours.TEMPORARY)
-        raise
     return True
 
 

@@ -50,6 +50,21 @@ def _tidy(place: Path) -> None:
 
 
 @contextmanager
+def whole(made: Path, folder: Path) -> Iterator[None]:
+    """Gives the folder `made`, which the block fills, the name `folder` when the block ends. Nothing is left of it if the block
+    raises, or if the name is taken (OSError)."""
+    try:
+        yield
+        durable.sync_folder(made)
+        os.rename(made, folder)
+    except BaseException:
+        with suppress(OSError):
+            ours.delete(made, ours.TEMPORARY)
+        raise
+    durable.sync_folder(folder.parent)
+
+
+@contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
     """Lets the processes of this machine in one after the other, for one `name`. A process that is killed makes room."""
     path = folder(LOCKS) / hashlib.sha256(name.encode()).hexdigest()[:2]  # few files: two names may share one

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 from gangway.errors import DataError
 from gangway.storage import durable, json_text, ours
 from trainers.data.documents import Document, Encoder, Record, Records
-from trainers.data.prepared import OFFSETS, TOKENS, WEIGHTS, checksum
+from trainers.data.prepared import OFFSETS, TOKENS, WEIGHTS, checksum, mapped
 
 MOST_RECORDS, FEWEST_RECORDS, ABOUT_PARTS = 8192, 64, 64
 AT_ONCE_BYTES = 4 << 20
@@ -143,7 +141,7 @@ class _Files:
             "checksums": checksums,
         }
         # Last: a part without it is not finished.
-        durable.write_shared(self.folder / f"{self.part.name}.json", json_text.seal(about).encode(), 0o666)
+        durable.write(self.folder / f"{self.part.name}.json", json_text.seal(about))
         return about
 
     def delete_unfinished(self) -> None:
@@ -161,16 +159,14 @@ def join(work: Path, parts: Sequence[Part], folder: Path, dtype: np.dtype) -> di
     """Writes the files of `folder` from those of its parts in `work`, and returns what `prepared.json` says of them."""
     abouts = [read_part(work, part) for part in parts]
     weights = _weights_type(abouts)
-    checksums = {TOKENS: _concatenate(folder / TOKENS, (work / f"{part.name}.{TOKENS}" for part in parts))}
+    checksums = {TOKENS: _write(folder / TOKENS, (mapped(work / f"{part.name}.{TOKENS}", "uint8") for part in parts))}
     if weights is not None:
         pieces = (_weights(work, part, about, weights) for part, about in zip(parts, abouts, strict=True))
         checksums[WEIGHTS] = _write(folder / WEIGHTS, pieces)
     lengths = [np.fromfile(work / f"{part.name}.{LENGTHS}", np.int32) for part in parts]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    with open(folder / OFFSETS, "wb") as file:
+    with durable.replaced(folder / OFFSETS) as file:
         np.save(file, offsets, allow_pickle=False)
-        file.flush()
-        durable.sync(file.fileno())
     checksums[OFFSETS] = checksum(folder / OFFSETS)
     return {
         "num_documents": len(offsets) - 1,
@@ -192,22 +188,7 @@ def _weights(work: Path, part: Part, about: dict[str, Any], dtype: str) -> bytes
     return np.fromfile(work / f"{part.name}.{WEIGHTS}", np.float32).astype(dtype).tobytes()
 
 
-def _concatenate(path: Path, parts: Iterator[Path]) -> str:
-    with open(path, "wb") as file:
-        for part in parts:
-            with open(part, "rb") as piece:
-                shutil.copyfileobj(piece, file, 1 << 20)
-        file.flush()
-        durable.sync(file.fileno())
+def _write(path: Path, pieces: Iterator[Any]) -> str:
+    with durable.replaced(path) as file:
+        file.writelines(pieces)
     return checksum(path)
-
-
-def _write(path: Path, pieces: Iterator[bytes]) -> str:
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-        file.flush()
-        durable.sync(file.fileno())
-    return digest.hexdigest()

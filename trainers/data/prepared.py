@@ -35,10 +35,10 @@ class PreparedDocuments:
         """Raises DataMissingError, DataUnavailableError, or DataError for a folder that is damaged."""
         self.folder, self.about = folder, read_about(folder)
         try:
-            self.tokens = _map(folder / TOKENS, self.about["dtype"])
+            self.tokens = mapped(folder / TOKENS, self.about["dtype"])
             self.offsets = np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False)
             weights = self.about["weights"]
-            self.weights = None if weights is None else _map(folder / WEIGHTS, weights)
+            self.weights = None if weights is None else mapped(folder / WEIGHTS, weights)
         except FileNotFoundError as error:
             raise DataError(f"{folder} is not whole: {error.filename} is missing; {AGAIN}") from error
         except OSError as error:
@@ -162,7 +162,8 @@ def kept_checksum(file: Mapping[str, Any]) -> str:
     return found
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def mapped(path: Path, dtype: str) -> np.ndarray:
+    """Returns what is in a file, which stays on the disk until it is used."""
     if os.path.getsize(path) == 0:  # which cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r")

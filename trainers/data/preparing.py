@@ -316,17 +316,9 @@ def _publish(source: Source, work: Path, parts: Sequence[Part], folder: Path, fi
     mine = work / f"{uuid.uuid4().hex}.tmp"
     mine.mkdir()
     try:
-        about = {**source.about(), "files": files, **join(work, parts, mine, source.dtype)}
-        durable.write_shared(mine / PREPARED, json_text.seal(about).encode(), 0o666)
-        durable.sync_folder(mine)
-        os.rename(mine, folder)
+        with kept.whole(mine, folder):
+            about = {**source.about(), "files": files, **join(work, parts, mine, source.dtype)}
+            durable.write(mine / PREPARED, json_text.seal(about))
     except OSError:
-        with suppress(OSError):
-            ours.delete(mine, ours.TEMPORARY)
         if not (folder / PREPARED).is_file():  # else another process has just written the same
             raise
-    except BaseException:
-        with suppress(OSError):
-            ours.delete(mine, ours.TEMPORARY)
-        raise
-    durable.sync_folder(folder.parent)

@@ -98,14 +98,20 @@ Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
 
 
-def main() -> None:
-    # What a user's module prints goes to standard error: standard output carries the answer alone.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
+def answer(work: Callable[[TrainingArguments, Mapping[str, Any]], tuple[list[str], Facts]], *expected: type[Exception]) -> None:
+    """Reads a request from standard input, and writes the problems and the facts that `work` finds for its arguments. An
+    `expected` error is a problem, too: of the settings, the code or the data."""
+    end_with_parent()
+    # What a user's module or a compiler prints goes to standard error: standard output carries the answer alone.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as stream:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         request = json.load(sys.stdin)
-        arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
-        problems, facts = plan(arguments, request["num_devices"], request["absent"])
-        json.dump({"problems": problems, "facts": facts}, answer)
+        try:
+            arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
+            problems, facts = work(arguments, request)
+        except expected as error:
+            problems, facts = [str(error)], {}
+        json.dump({"problems": problems, "facts": facts}, stream)
 
 
 def plan(arguments: TrainingArguments, num_devices: int, absent: Collection[str] = ()) -> tuple[list[str], Facts]:
@@ -452,5 +458,4 @@ def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main()
+    answer(lambda arguments, request: plan(arguments, request["num_devices"], request["absent"]))

@@ -14,9 +14,7 @@ a GPU would need less memory for what is temporary, since it fuses more.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,20 +24,18 @@ from jax.sharding import Mesh
 
 from gangway.config.importable import is_installed
 from gangway.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
-from gangway.surroundings import end_with_parent
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments
 from trainers.config.model import AUTO, CHOICES
 from trainers.diagnostics.memory import of_program
 from trainers.parallel import host_memory
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
-from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
+from trainers.planning.estimate import Facts, answer, load_datasets, load_trainer, num_bytes
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.trainer.assembly import Assembly
 from trainers.trainer.base_trainer import BaseTrainer
 
-Facts = dict[str, Any]
 LIBTPU = "libtpu==0.0.42.*"
 """The release that belongs to the pinned JAX."""
 NO_MEMORY = "RESOURCE_EXHAUSTED"
@@ -47,19 +43,8 @@ LARGE_BYTES = 64 << 20
 """An array of the state from this size on should not be whole on every device."""
 
 
-def main() -> None:
-    # What the compilers print goes to standard error: standard output carries the answer alone.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        request = json.load(sys.stdin)
-        arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
-        try:
-            problems, facts = compiled(
-                arguments, devices_of(**request["devices"]), request.get("room"), request["devices"]["kind"]
-            )
-        except (ValueError, UsageError, TransientError) as error:  # of the settings, the code or the data
-            problems, facts = [str(error)], {}
-        json.dump({"problems": problems, "facts": facts}, answer)
+def asked(arguments: TrainingArguments, request: Mapping[str, Any]) -> tuple[list[str], Facts]:
+    return compiled(arguments, devices_of(**request["devices"]), request.get("room"), request["devices"]["kind"])
 
 
 def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> list[Any]:
@@ -200,5 +185,4 @@ class StandIn:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main()
+    answer(asked, ValueError, UsageError, TransientError)

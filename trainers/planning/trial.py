@@ -19,9 +19,8 @@ from gangway.surroundings import keep_freed_memory
 if __name__ == "__main__":
     keep_freed_memory(os.environ, "trainers.planning.trial")  # as the processes do that train
 
-import json
-import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,9 +28,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gangway.errors import TransientError, UsageError
-from gangway.surroundings import end_with_parent
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments
 from trainers.parallel import mesh as meshes
+from trainers.planning.estimate import Facts, answer
 from trainers.planning.program import lower, trainer_for
 from trainers.runtime import distributed
 
@@ -40,18 +39,10 @@ WINDOWS = 5
 WINDOW_S = 0.4
 
 
-def main() -> None:
-    # What the compilers print goes to standard error: standard output carries the answer alone.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        request = json.load(sys.stdin)
-        try:
-            distributed.let_cpus_run_one_program_at_a_time()
-            distributed.join(distributed.JoinSpec(request["host"], request["num_hosts"], request["coordinator"]))
-            problems, facts = [], {"step_s": tried(from_dict(load_object(request["arguments_class"]), request["arguments"]))}
-        except (ValueError, UsageError, TransientError) as error:
-            problems, facts = [str(error)], {}
-        json.dump({"problems": problems, "facts": facts}, answer)
+def asked(arguments: TrainingArguments, request: Mapping[str, Any]) -> tuple[list[str], Facts]:
+    distributed.let_cpus_run_one_program_at_a_time()
+    distributed.join(distributed.JoinSpec(request["host"], request["num_hosts"], request["coordinator"]))
+    return [], {"step_s": tried(arguments)}
 
 
 def tried(arguments: TrainingArguments) -> list[float]:
@@ -85,5 +76,4 @@ def slowest(seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main()
+    answer(asked, ValueError, UsageError, TransientError)

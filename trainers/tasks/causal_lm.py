@@ -93,6 +93,18 @@ def labelled(batch: Batch, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(is_target, labels[:, 1:], tokens[:, 1:]), jnp.where(is_target, weight, 0.0)
 
 
+def weights_of(batch: Batch) -> tuple[jax.Array, Packed | None]:
+    """Returns (how much each target of a batch counts, [B, T]; which tokens belong together, as `packing_of`)."""
+    rows, places = batch["tokens"].shape
+    # Rows of padding have weight 0, so none of their tokens is a target.
+    weight = jnp.broadcast_to(batch["weight"][:, None], (rows, places - 1))
+    if "token_weight" in batch:
+        # A token's weight counts where it is the target, which the first token never is.
+        weight = weight * batch["token_weight"][:, 1:]
+    packed = packing_of(batch)
+    return weight if packed is None else jnp.where(packed.has_target, weight, 0.0), packed
+
+
 class CausalLMTask:
     """Predicts each next token. `batch` is {"tokens": int32[B, T + 1], "weight": float32[B]}: each of the first T tokens
     predicts its successor.
@@ -153,16 +165,9 @@ class CausalLMTask:
         # [B, T] each: the targets are the inputs, one place further on.
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         config = self.arguments.loss
-        # [B, T]: rows of padding have weight 0, so none of their tokens is a target.
-        weight = jnp.broadcast_to(batch["weight"][:, None], targets.shape)
-        if "token_weight" in batch:
-            # A token's weight counts where it is the target, which the first token never is.
-            weight = weight * batch["token_weight"][:, 1:]
+        weight, packed = weights_of(batch)
         if "labels" in batch:
             targets, weight = labelled(batch, weight)
-        packed = packing_of(batch)
-        if packed is not None:
-            weight = jnp.where(packed.has_target, weight, 0.0)
         if config.ignore_index is not None:
             weight = jnp.where(targets == config.ignore_index, 0.0, weight)
         num_targets = jnp.sum(weight)

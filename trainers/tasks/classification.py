@@ -11,7 +11,7 @@ import optax
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import check_leaves
 from trainers.tasks.scoring import ScoringDecoder, ScoringTask
-from trainers.tasks.segments import by_row
+from trainers.tasks.segments import per_example
 
 
 class ClassificationTask(ScoringTask):
@@ -43,9 +43,7 @@ class ClassificationTask(ScoringTask):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         hits = (jnp.argmax(logits, -1) == label).astype(jnp.float32)
         num_tokens = jnp.sum(batch["token_weight"] > 0, 1)
-        if "example_weight" in batch:
-            return by_row(losses, {"accuracy": hits}, num_tokens, batch["example_weight"])
-        return PerExample(losses, {"accuracy": hits}, num_tokens=num_tokens)
+        return per_example(batch, losses, {"accuracy": hits}, num_tokens)
 
     def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
         """Returns the logits of the classes, float32[B, labels]; of packed rows [B, S, labels], where `example_weight` says which

@@ -12,7 +12,7 @@ from gangway.errors import UsageError
 from trainers.config import DistillationConfig
 from trainers.models.decoder import Hidden
 from trainers.protocol import Batch, Loss
-from trainers.tasks.causal_lm import CausalLMTask, check_leaves, packing_of
+from trainers.tasks.causal_lm import CausalLMTask, check_leaves, weights_of
 from trainers.tasks.cross_entropy import MAX_LOGITS, over_time, parts_of
 from trainers.tasks.preference import without_loss_settings
 
@@ -45,13 +45,9 @@ class DistillationTask(CausalLMTask):
     def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> Loss:  # type: ignore[override]
         check_leaves(self, batch, DistillationTask)
         tokens = batch["tokens"][:, :-1]
-        weight = jnp.broadcast_to(batch["weight"][:, None], tokens.shape)
-        if "token_weight" in batch:
-            weight = weight * batch["token_weight"][:, 1:]
-        positions = segments = None
-        if (packed := packing_of(batch)) is not None:
-            weight, positions, segments = jnp.where(packed.has_target, weight, 0.0), packed.positions, packed.segments
-        student, teacher = (each.hidden(tokens, positions, segments) for each in (model, frozen[TEACHER]))
+        weight, packed = weights_of(batch)
+        of_packed = () if packed is None else (packed.positions, packed.segments)
+        student, teacher = (each.hidden(tokens, *of_packed) for each in (model, frozen[TEACHER]))
         found = distances(student, teacher, self.arguments.distillation)
         tokens_B = jnp.sum(weight > 0, 1)
         rows = (jnp.sum(found.divergences * weight, 1), jnp.sum(weight, 1), tokens_B)

@@ -13,7 +13,7 @@ from trainers.config.frozen import BASE
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import CausalLMTask, check_leaves
 from trainers.tasks.completions import Completions, completions_of_pairs, metrics_of_rewards
-from trainers.tasks.segments import by_row
+from trainers.tasks.segments import per_example
 
 REFERENCE = "reference"
 """The name of the reference among the frozen models."""
@@ -75,9 +75,7 @@ class PreferenceTask(CausalLMTask):
         reference = self._reference_of(batch, policy, frozen) if config.has_reference else None
         losses, rewards = pair_losses(config, policy, reference)
         metrics, num_tokens = metrics_of_rewards(rewards), jnp.sum(policy.num_targets, range(1, policy.num_targets.ndim))
-        if "example_weight" in batch:
-            return by_row(losses, metrics, num_tokens, batch["example_weight"])
-        return PerExample(losses, metrics, num_tokens=num_tokens)
+        return per_example(batch, losses, metrics, num_tokens)
 
     def _reference_of(self, batch: Batch, policy: Completions, frozen: Mapping[str, Any]) -> Completions:
         if self._reference == "columns":

@@ -9,7 +9,7 @@ from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import check_leaves
 from trainers.tasks.completions import metrics_of_rewards
 from trainers.tasks.scoring import ScoringDecoder, ScoringTask
-from trainers.tasks.segments import by_row
+from trainers.tasks.segments import per_example
 
 
 class RewardTask(ScoringTask):
@@ -31,9 +31,7 @@ class RewardTask(ScoringTask):
         rewards = self.predictions(model, batch)["rewards"]
         losses, metrics = -jax.nn.log_sigmoid(rewards[..., 0] - rewards[..., 1]), metrics_of_rewards(rewards)
         num_tokens = jnp.sum(batch["token_weight"] > 0, (1, 2))
-        if "example_weight" in batch:
-            return by_row(losses, metrics, num_tokens, batch["example_weight"])
-        return PerExample(losses, metrics, num_tokens=num_tokens)
+        return per_example(batch, losses, metrics, num_tokens)
 
     def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
         """Returns the rewards of both texts, float32[B, 2]; of packed rows [B, S, 2], where `example_weight` says which count."""

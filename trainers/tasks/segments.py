@@ -26,14 +26,16 @@ def sums(values_NT: jax.Array, segments_NT: jax.Array, num_segments: int) -> jax
     return jnp.sum(jnp.where(is_of_NTS, values_NT[:, :, None], 0), axis=1)
 
 
-def by_row(
-    losses_BS: jax.Array, metrics_BS: Mapping[str, jax.Array], num_tokens_B: jax.Array, example_weight_BS: jax.Array
-) -> PerExample:
-    """Returns the sums over the examples of each row, and how many these are: so what is published and trained on is the mean
-    over examples, however they are packed. Segments of weight 0, which a row has not, do not count."""
+def per_example(batch: Batch, losses: jax.Array, metrics: Mapping[str, jax.Array], num_tokens_B: jax.Array) -> PerExample:
+    """Returns the losses and metrics of a batch, [B]; or of packed rows, whose are [B, S], the sums over the examples of each
+    row, and how many these are: so what is published and trained on is the mean over examples, however they are packed. Segments
+    of weight 0, which a row has not, do not count."""
+    if "example_weight" not in batch:
+        return PerExample(losses, metrics, num_tokens=num_tokens_B)
+    example_weight_BS = batch["example_weight"]
 
     def summed(values_BS: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(example_weight_BS > 0, values_BS * example_weight_BS, 0), axis=1)
 
-    metrics = {name: summed(values) for name, values in metrics_BS.items()}
-    return PerExample(summed(losses_BS), metrics, jnp.sum(example_weight_BS, axis=1), num_tokens_B)
+    metrics = {name: summed(values) for name, values in metrics.items()}
+    return PerExample(summed(losses), metrics, jnp.sum(example_weight_BS, axis=1), num_tokens_B)

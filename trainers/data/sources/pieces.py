@@ -4,10 +4,8 @@ arrays that other processes read from the run's folder."""
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ import numpy as np
 
 from gangway.config.section import PATH
 from gangway.errors import DataMissingError, UsageError
-from gangway.storage import durable, ours
+from gangway.storage import durable
 from trainers.config.arguments import load_object
 from trainers.config.keywords import PiecesArguments
+from trainers.data import kept
 from trainers.data.sources.iterable import random_access
 from trainers.data.sources.sequence import Columns, as_example, held_out_examples
 
@@ -108,20 +107,13 @@ def write(columns: Mapping[str, np.ndarray], folder: Path, *, private: bool = Tr
     for path in reversed([parent for parent in (work, *work.parents) if not parent.exists()]):
         path.mkdir(0o700 if private else 0o777, exist_ok=path != work)
     try:
-        for name, column in columns.items():
-            with open(work / f"{name}.npy", "wb") as file:
-                np.save(file, column, allow_pickle=False)
-                file.flush()
-                durable.sync(file.fileno())
-        durable.sync_folder(work)
-        os.rename(work, folder)
-    except BaseException as error:
-        with suppress(OSError):
-            ours.delete(work, ours.TEMPORARY)
-        if isinstance(error, OSError) and folder.is_dir():  # another launch has just written the same
-            return
-        raise
-    durable.sync_folder(folder.parent)
+        with kept.whole(work, folder):
+            for name, column in columns.items():
+                with durable.replaced(work / f"{name}.npy") as file:
+                    np.save(file, column, allow_pickle=False)
+    except OSError:
+        if not folder.is_dir():  # else another launch has just written the same
+            raise
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
