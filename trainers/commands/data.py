@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
-    from gangway.wire.events import Event
     from trainers.data.view import Batch, Decode, Line
     from trainers.trainer.base_trainer import BaseTrainer
 
 
-@command(UsageError, TransientError, ValueError, OSError, is_read=True)
+@program.command(UsageError, TransientError, ValueError, OSError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}", stream=sys.stderr)
@@ -36,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.data", __doc__, example="config.yaml --examples 2")
+    parser = program.parser("trainers.data", __doc__, example="config.yaml --examples 2")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--examples", type=int, default=4, metavar="N", help="how many to show as text; default: 4")
@@ -67,20 +65,12 @@ def show(options: argparse.Namespace) -> None:
 
 def build(arguments: Any) -> BaseTrainer:
     """Returns the trainer of the configuration, with its data. Raises UsageError if it reads its data in a way of its own."""
-    from trainers import runtime
     from trainers.commands.built import base_trainer
 
-    runtime.install(runtime.Runtime(note))
     trainer = base_trainer(arguments, "reads its rows by index")
     if trainer.dataset_train is None:
         raise UsageError(f"data.dataset = {arguments.data.dataset!r} gave no training data: there is nothing to show")
     return trainer
-
-
-def note(event: Event) -> None:
-    # Standard output carries the data alone.
-    if event["ev"] == "note":
-        print(event["message"], file=sys.stderr)
 
 
 def lines(

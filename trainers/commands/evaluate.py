@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 from gangway.storage import json_text
 from gangway.surroundings import allow_for_forced_devices
-from gangway.wire.events import Event
+from trainers.commands.built import base_trainer
 from trainers.commands.saved_models import recorded_with, with_model_of, without_adapters
 from trainers.config.arguments import TrainingArguments
 from trainers.settings import read
@@ -46,7 +45,7 @@ class Result:
     rates: dict[str, float]
 
 
-@command(UsageError, TransientError, ValueError, is_read=True)
+@program.command(UsageError, TransientError, ValueError, is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
@@ -83,7 +82,7 @@ def results_of(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.evaluate", __doc__, example="runs/spirals --json")
+    parser = program.parser("trainers.evaluate", __doc__, example="runs/spirals --json")
     parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] [CONFIG] [key=value ...]")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
@@ -124,20 +123,7 @@ class _Places(argparse.Action):
 
 def build(arguments: TrainingArguments) -> Any:
     """Returns the trainer. Raises UsageError if it is none that can load a checkpoint."""
-    from trainers import runtime
-    from trainers.commands.built import base_trainer
-
-    runtime.install(runtime.Runtime(show))
     return base_trainer(arguments, "loads checkpoints")
-
-
-def show(event: Event) -> None:
-    # Standard output carries the results alone.
-    if event["ev"] == "note":
-        print(event["message"], file=sys.stderr)
-    elif event["ev"] == "evaluating":
-        of = f" of {event['total']}" if event["total"] else ""
-        print(f"{event['unit']}: {event['done']}{of} batches", file=sys.stderr)
 
 
 def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator[Result]:

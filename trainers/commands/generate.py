@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 from gangway.surroundings import allow_for_forced_devices
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
@@ -56,7 +55,7 @@ class Opened:
     """None: the model reads texts alone."""
 
 
-@command(UsageError, TransientError, ValueError, OSError, interrupted="", is_read=True)
+@program.command(UsageError, TransientError, ValueError, OSError, interrupted="", is_read=True)
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.generate", __doc__, example='runs/quickstart --prompt "def main" --max-new-tokens 40')
+    parser = program.parser("trainers.generate", __doc__, example='runs/quickstart --prompt "def main" --max-new-tokens 40')
     parser.add_argument("source", metavar="RUN_OR_FOLDER")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")

@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 from gangway.storage.documents import is_url
 from trainers.config.data import SourceConfig
 from trainers.console.progress import progress_on
@@ -35,7 +34,7 @@ TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
 
 
-@command(
+@program.command(
     *(UsageError, TransientError, ValueError, OSError),
     interrupted="interrupted: what is finished stays, and the same command goes on from there",
 )
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.prepare", __doc__, example="config.yaml --output prepared")
+    parser = program.parser("trainers.prepare", __doc__, example="config.yaml --output prepared")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--output", metavar="FOLDER", help="default: data.prepared, or STORAGE/NAME.prepared")

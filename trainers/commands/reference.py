@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 from gangway.storage.documents import is_url
 from gangway.surroundings import allow_for_forced_devices
 from trainers.console.progress import Progress, progress_on
@@ -38,7 +37,7 @@ AT_ONCE = 16
 TASK = "trainers.tasks.preference:PreferenceTask"
 
 
-@command(UsageError, TransientError, ValueError, OSError, interrupted="interrupted: nothing is written")
+@program.command(UsageError, TransientError, ValueError, OSError, interrupted="interrupted: nothing is written")
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     allow_for_forced_devices(os.environ)
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.reference", __doc__, example="config.yaml --output reference.parquet")
+    parser = program.parser("trainers.reference", __doc__, example="config.yaml --output reference.parquet")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--output", required=True, metavar="FILE", help=f"a new file: {' or '.join(ENDINGS)}")

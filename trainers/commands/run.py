@@ -20,13 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangway import program
 from gangway.config import yaml_source
 from gangway.config.masking import masked
 from gangway.config.yaml_source import ConfigError
 from gangway.errors import SaveFailedError, TransientError, UsageError, user_frame, user_traceback
 from gangway.first_line import say
-from gangway.program import command
-from gangway.program import parser as command_parser
 from gangway.stop_reason import StopReason
 from gangway.storage.documents import is_url, write_text
 from gangway.surroundings import allow_for_forced_devices
@@ -50,7 +49,7 @@ CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
 
-@command()
+@program.command()
 def main() -> int:
     options = parse(sys.argv[1:])
     began_s = time.monotonic()
@@ -82,7 +81,7 @@ def keep_programs() -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser("trainers.run", __doc__, example="config.yaml max_num_steps=100")
+    parser = program.parser("trainers.run", __doc__, example="config.yaml max_num_steps=100")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-4")
     options = parser.parse_intermixed_args(argv)

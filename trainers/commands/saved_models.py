@@ -17,7 +17,7 @@ from gangway.errors import UsageError
 from gangway.storage.documents import is_url, join
 from gangway.storage.row import CHECKPOINTS
 from gangway.user_modules import note_names
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.model import OF_EXECUTION
 from trainers.settings import recorded
 
@@ -65,7 +65,6 @@ def _arguments_of_folder(found: Weights) -> TrainingArguments:
 
 def _arguments_of_run(found: Weights) -> TrainingArguments:
     """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
-    from trainers.config.arguments import from_dict
     from trainers.config.hf_files import has_tokenizer
 
     note_names(found.meta["arguments"])

@@ -33,9 +33,8 @@ NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_templ
 
 
 class Tokenizer(Protocol):
-    @property
-    def source(self) -> str:
-        """What it was made of, as `load` takes it."""
+    source: str
+    """What it was made of, as `load` takes it."""
 
     @property
     def num_ids(self) -> int:
@@ -51,6 +50,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of the beginning of a text, such as a prompt: `begin` is before it, once, and nothing after it."""
+        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, and nothing else."""
@@ -75,6 +75,7 @@ class Tokenizer(Protocol):
 
     def stop_texts(self) -> tuple[str, ...]:
         """Returns the texts that end a turn of the assistant, where that is no token of its own."""
+        return ()
 
     def content(self) -> str:
         """Returns the digest of its files."""
@@ -137,16 +138,13 @@ def specials(tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A token is a byte."""
 
     source, num_ids, separator, begin = BYTES, NUM_BYTES, None, ()
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def placed(self, text: str) -> Rendered | None:
         places = [(place, place + 1) for place, each in enumerate(text) for _ in each.encode()]
@@ -167,9 +165,6 @@ class ByteTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
-    def stop_texts(self) -> tuple[str, ...]:
-        return ()
-
     def content(self) -> str:
         return BYTES
 
@@ -177,7 +172,22 @@ class ByteTokenizer:
         return BYTES
 
 
-class FolderTokenizer:
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of a library: `_tokenizer` is its object, `_around` what that puts around a text."""
+
+    _tokenizer: Any
+    _around: Any
+
+    @cached_property
+    def num_ids(self) -> int:
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        return self._around.begin
+
+
+class FolderTokenizer(LibraryTokenizer):
     """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today.
     `defaults`: fields that it gets where a conversation has none of that name."""
 
@@ -208,25 +218,14 @@ class FolderTokenizer:
         return tokenizer
 
     @property
-    def num_ids(self) -> int:
-        return max(self._tokenizer.get_vocab().values()) + 1
-
-    @property
     def separator(self) -> int | None:
         end = self._tokenizer.eos_token_id
         return self._around.last if end is None else end
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        return self._around.begin
 
     @cached_property
     def _around(self) -> Around:
         whole, bare = (self._tokenizer(PROBE, add_special_tokens=each)["input_ids"] for each in (True, False))
         return around(whole, bare, self.source)
-
-    def encode(self, text: str) -> list[int]:
-        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._tokenizer
@@ -243,20 +242,15 @@ class FolderTokenizer:
         return self.encode_rendered(text) if self._tokenizer.is_fast else None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        known = [token for token in tokens if token < self._size]
+        known = [token for token in tokens if token < self.num_ids]
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def raw(self, tokens: Sequence[int]) -> str:
-        known = [token for token in tokens if token < self._size]
+        known = [token for token in tokens if token < self.num_ids]
         return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    @cached_property
-    def _size(self) -> int:
-        return self.num_ids
-
     def text_of(self, token: int | None) -> str | None:
-        """Returns the text of one token; None if there is no such token."""
-        return self._tokenizer.convert_ids_to_tokens(token) if token is not None and token < self._size else None
+        return self._tokenizer.convert_ids_to_tokens(token) if token is not None and token < self.num_ids else None
 
     @property
     def has_template(self) -> bool:
@@ -398,7 +392,7 @@ class FolderTokenizer:
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-class FileTokenizer:
+class FileTokenizer(LibraryTokenizer):
     """A tokenizer in one file, as `tokenizers` writes it."""
 
     def __init__(self, path: str):
@@ -413,25 +407,14 @@ class FileTokenizer:
         except Exception as error:  # the library raises nothing more special
             raise UsageError(f"{self.source} is no tokenizer: {error}") from error
 
-    @cached_property
-    def num_ids(self) -> int:
-        return max(self._tokenizer.get_vocab().values()) + 1
-
     @property
     def separator(self) -> int | None:
         return self._around.last
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        return self._around.begin
 
     @cached_property
     def _around(self) -> Around:
         whole, bare = (self._tokenizer.encode(PROBE, add_special_tokens=each).ids for each in (True, False))
         return around(whole, bare, self.source)
-
-    def encode(self, text: str) -> list[int]:
-        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -454,9 +437,6 @@ class FileTokenizer:
 
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.separator is None else (self.separator,)
-
-    def stop_texts(self) -> tuple[str, ...]:
-        return ()
 
     def content(self) -> str:
         return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()

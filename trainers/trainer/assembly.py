@@ -318,7 +318,7 @@ class Assembly:
         if not hasattr(evaluate, "prepare"):
             rows = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.micro_batch_size)), output)
             layout = adapted.eval_layout(evaluate, state, rows)
-            jitted = self.validation.builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
+            jitted = self.validation.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
             functions = functions._replace(eval_step_fn=self._program("eval_step", jitted))
             steps = dataclasses.replace(steps, functions=functions, loss_layout=layout)
         return steps
@@ -336,7 +336,7 @@ class Assembly:
         return functions
 
     def _eval_step(self) -> Program:
-        return self._program("eval_step", self.validation.builder.jit(self.design.eval_loss, self.design.loss_layout))
+        return self._program("eval_step", self.validation.jit(self.design.eval_loss, self.design.loss_layout))
 
     def _program(self, name: str, jitted: Any) -> Program:
         return StepProgram(name, jitted, self.programs, runtime.current().note, self.frozen)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gangway.errors import UsageError
 from trainers import runtime
@@ -23,85 +22,10 @@ from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_
 from trainers.metrics.accumulator import Layout
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
-from trainers.protocol import Batch, EvaluationMetrics, Task
-from trainers.runtime.executables import Bound, Program, ProgramStore
+from trainers.protocol import Batch, Task
+from trainers.runtime.executables import Program
 from trainers.step.loss import LossFunction
-from trainers.step.state import TrainState
 from trainers.step.train_step import EVALUATION_COUNTS, make_eval_step
-
-
-@dataclass(frozen=True)
-class UnitBuilder:
-    """What the units of a trainer have in common."""
-
-    mesh: Mesh
-    state_shardings: TrainState
-    programs: ProgramStore
-    layout_of: Callable[[LossFunction, Batch], Layout]
-    """(loss, a batch) -> the layout of its metrics."""
-    prepare: Callable[[TrainState, Batch], Batch] | None
-    """The hook on batches that are on the devices."""
-    flops_per_token: Callable[[Task], float]
-    """Forward and backward."""
-    frozen: Bound | None = None
-    """The frozen weights; None: there are none."""
-
-    def jit(self, function: LossFunction, layout: Layout, *, predicts: bool = False) -> Any:
-        """Returns `make_eval_step`, jitted."""
-        return self.jit_step(
-            make_eval_step(function, layout.with_others(EVALUATION_COUNTS), predicts=predicts), predicts=predicts
-        )
-
-    def jit_step(self, step: Callable[..., Any], *, predicts: bool = False) -> Any:
-        replicated = meshes.replicated(self.mesh)
-        rows = NamedSharding(self.mesh, PartitionSpec(meshes.batch_axes(self.mesh.shape)))
-        frozen = jax.tree.map(lambda leaf: leaf.sharding, () if self.frozen is None else self.frozen.shapes)
-        return jax.jit(
-            meshes.tracing_for(self.mesh, step),
-            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh), *frozen),
-            out_shardings=(replicated, rows) if predicts else replicated,
-            # The sums alone: the state is needed again for the next batch.
-            donate_argnums=1,
-        )
-
-    def unit(
-        self,
-        name: str,
-        loader: Any,
-        function: LossFunction,
-        max_batches: int | None,
-        build_metrics: Callable[[str], EvaluationMetrics | None],
-    ) -> ValidationUnit:
-        """Returns a unit with a program of its own. All hosts must call this. Raises UsageError."""
-        # One batch is read for its shapes; the evaluation begins anew.
-        first = next(iter(loader.epoch()), None)
-        if first is None:
-            raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
-        layout = self.layout_of(function, first)
-        metrics = build_metrics(name)
-        if metrics is not None:
-            outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0), layout))
-        predicts = metrics is not None
-        jitted = self.jit(function, layout, predicts=predicts)
-        program = Program(f"eval_step_{name}", jitted, self.programs, runtime.current().note, self.frozen)
-        # A new one for each evaluation: it begins with nothing.
-        new_metrics: Any = (lambda: build_metrics(name)) if predicts else None
-        return self.around(loader, program, layout, function, max_batches, name, new_metrics)
-
-    def around(
-        self,
-        loader: Any,
-        step: Any,
-        layout: Layout,
-        function: LossFunction,
-        max_batches: int | None,
-        name: str,
-        new_metrics: Any = None,
-    ) -> ValidationUnit:
-        """Returns a unit around a compiled step (`jit`)."""
-        counting, task = layout.with_others(EVALUATION_COUNTS), function.task
-        flops = self.flops_per_token(task) * task.tokens_per_example
-        return ValidationUnit(loader, step, counting, self.mesh, max_batches, name, new_metrics, self.prepare, flops)
 
 
 class UnitMaker:
@@ -129,12 +53,27 @@ class UnitMaker:
 
     def unit(self, name: str, loader: Any, task: Task | None = None, max_batches: int | None = None) -> ValidationUnit:
         """Returns a unit for `build_validation_units`: the data that `loader` reads (see `ValidationUnit`), measured by the
-        loss of `task` (default: the one that is trained) with the parameters that are trained. All hosts must call this."""
+        loss of `task` (default: the one that is trained) with the parameters that are trained, by a program of its own. All hosts
+        must call this. Raises UsageError."""
         function = (
             self._assembly.design.eval_loss if task is None else dataclasses.replace(self._assembly.design.eval_loss, task=task)
         )
         limit = max_batches or self._trainer.arguments.evaluation.max_batches
-        return self.builder.unit(name, loader, function, limit, self._trainer.build_evaluation_metrics)
+        build_metrics = self._trainer.build_evaluation_metrics
+        # One batch is read for its shapes; the evaluation begins anew.
+        first = next(iter(loader.epoch()), None)
+        if first is None:
+            raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
+        layout = self._layout_of(function, first)
+        metrics = build_metrics(name)
+        if metrics is not None:
+            outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0), layout))
+        predicts = metrics is not None
+        jitted = self.jit(function, layout, predicts=predicts)
+        program = Program(f"eval_step_{name}", jitted, self._assembly.programs, runtime.current().note, self._assembly.frozen)
+        # A new one for each evaluation: it begins with nothing.
+        new_metrics: Any = (lambda: build_metrics(name)) if predicts else None
+        return self._around(loader, program, layout, function, limit, name, new_metrics)
 
     @cached_property
     def datasets(self) -> dict[str, RandomAccess]:
@@ -164,18 +103,48 @@ class UnitMaker:
         elif config.task is None and self._trainer.build_evaluation_metrics(name) is None:
             steps = self._assembly.steps()
             step, layout = steps.functions.eval_step_fn, steps.loss_layout
-            return self.builder.around(loader, step, layout, self._assembly.design.eval_loss, max_batches, name)
+            return self._around(loader, step, layout, self._assembly.design.eval_loss, max_batches, name)
         return self.unit(name, loader, task_of_unit(config, arguments), max_batches)
 
-    @cached_property
-    def builder(self) -> UnitBuilder:
-        made, design = self._assembly, self._assembly.design
+    def jit(self, function: LossFunction, layout: Layout, *, predicts: bool = False) -> Any:
+        """Returns `make_eval_step`, jitted."""
+        return self.jit_step(
+            make_eval_step(function, layout.with_others(EVALUATION_COUNTS), predicts=predicts), predicts=predicts
+        )
 
-        def layout_of(function: LossFunction, batch: Batch) -> Layout:
-            shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
-            rows = shapes_of_rows(made.batching.prepared_shapes(shapes, design.output))
-            return design.layout_of(function, design.state.params, rows)
+    def jit_step(self, step: Callable[..., Any], *, predicts: bool = False) -> Any:
+        made = self._assembly
+        replicated = meshes.replicated(made.mesh)
+        rows = NamedSharding(made.mesh, PartitionSpec(meshes.batch_axes(made.mesh.shape)))
+        frozen = jax.tree.map(lambda leaf: leaf.sharding, made.frozen_shapes)
+        return jax.jit(
+            meshes.tracing_for(made.mesh, step),
+            in_shardings=(made.state_shardings, replicated, meshes.micro_batches(made.mesh), *frozen),
+            out_shardings=(replicated, rows) if predicts else replicated,
+            # The sums alone: the state is needed again for the next batch.
+            donate_argnums=1,
+        )
 
-        flops = partial(design.flops_per_token, trained=design.num_parameters)
-        prepare = made.batching.prepare and partial(made.batching.prepare, training=False)
-        return UnitBuilder(made.mesh, made.state_shardings, made.programs, layout_of, prepare, flops, made.frozen)
+    def _around(
+        self,
+        loader: Any,
+        step: Any,
+        layout: Layout,
+        function: LossFunction,
+        max_batches: int | None,
+        name: str,
+        new_metrics: Any = None,
+    ) -> ValidationUnit:
+        """Returns a unit around a compiled step (`jit`)."""
+        made, task = self._assembly, function.task
+        counting, hook = layout.with_others(EVALUATION_COUNTS), made.batching.prepare
+        flops = made.design.flops_per_token(task, made.design.num_parameters) * task.tokens_per_example
+        prepare = hook and partial(hook, training=False)
+        return ValidationUnit(loader, step, counting, made.mesh, max_batches, name, new_metrics, prepare, flops)
+
+    def _layout_of(self, function: LossFunction, batch: Batch) -> Layout:
+        """Returns the layout of the metrics of a loss, by the shapes of a batch."""
+        batching, design = self._assembly.batching, self._assembly.design
+        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+        rows = shapes_of_rows(batching.prepared_shapes(shapes, design.output))
+        return design.layout_of(function, design.state.params, rows)
