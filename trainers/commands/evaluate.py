@@ -15,12 +15,11 @@ Without CONFIG the settings are those that the checkpoint has recorded; code of 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ def results_of(options: argparse.Namespace) -> Iterator[Result]:
         arguments = read(options.config, options.overrides)
         arguments = arguments if options.source is None else with_model_of(options.source, arguments)
     # No run begins here: what one would begin with does not matter.
-    checkpoint = dataclasses.replace(arguments.checkpoint, start_from=None)
-    arguments, trainer = dataclasses.replace(arguments, init_from=None, checkpoint=checkpoint), None
+    checkpoint = replace(arguments.checkpoint, start_from=None)
+    arguments, trainer = replace(arguments, init_from=None, checkpoint=checkpoint), None
     for source in options.checkpoint:
         if (alone := without_adapters(source, arguments)) is not arguments:
             yield from evaluate(build(alone), source, options.unit)
@@ -145,7 +144,7 @@ def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator
 
 def as_json(results: Sequence[Result]) -> str:
     """Returns a list of objects."""
-    return json_text.dumps([dataclasses.asdict(row) for row in results], indent=2)
+    return json_text.dumps([asdict(row) for row in results], indent=2)
 
 
 def table(results: Sequence[Result]) -> str:

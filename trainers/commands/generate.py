@@ -14,13 +14,12 @@ prompt has the model's text for an image, such as `<start_of_image>`, or else at
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +108,11 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
         problems.append("--system is a part of a chat: add --chat")
     if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
         problems.append("--top-k and --top-p draw tokens, and --temperature 0 draws none: give a --temperature, such as 0.7")
-    problems += [f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more" for name in _too_small(options)]
+    problems += [
+        f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more"
+        for name in ("max_new_tokens", "batch_size")
+        if getattr(options, name) < 1
+    ]
     if "" in options.stop:
         problems.append("--stop '': expected at least one character")
     if problems:
@@ -138,10 +141,6 @@ def images_of(options: argparse.Namespace, num_prompts: int) -> list[list[str]]:
             "for all of them, or several for one prompt"
         )
     return [[path] for path in paths]
-
-
-def _too_small(options: argparse.Namespace) -> list[str]:
-    return [name for name in ("max_new_tokens", "batch_size") if getattr(options, name) < 1]
 
 
 def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
@@ -186,7 +185,7 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
 
     found = look(source, step)
     arguments = arguments_of(found)
-    arguments = dataclasses.replace(arguments, dtype=dtype or _dtype(found, arguments))
+    arguments = replace(arguments, dtype=dtype or _dtype(found, arguments))
     task = load_object(arguments.task)(arguments)
     reads_images = isinstance(task, ImageTextTask)
     texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task

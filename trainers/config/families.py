@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 ROTARY = frozenset({"num_kv_heads", "head_dim", "rope_theta", "rope_scaling"})
 OPTIONAL = (
@@ -127,28 +127,3 @@ def misspelt(name: str, known: Iterable[str]) -> str:
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-class LayerSizes(Protocol):
-    """What the layers of a decoder (`ModelConfig`) and of an encoder (`VisionConfig`) are made by."""
-
-    @property
-    def structure(self) -> Family: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def mlp_width(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def num_experts(self) -> int | None: ...
-    @property
-    def biased(self) -> frozenset[str]: ...

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from gangway.config import near_keys
 from gangway.config.section import PATH, did_you_mean, not_paths
@@ -42,7 +41,7 @@ PHRASES = {
 def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with the name of a setting, a key such as `seed` or `data.shuffle`. `own` are the names that the
     program has beside the keys."""
-    hints = typing.get_type_hints(PiecesArguments)
+    hints = get_type_hints(PiecesArguments)
     known = [each for each in (*hints, *own) if each not in INSTEAD]
     top = name.partition(".")[0]
     if top in INSTEAD:

@@ -3,10 +3,9 @@ models and batches must be like whose layers are divided into stages. Free of JA
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from gangway.config.section import Section, require, too_small
@@ -68,7 +67,7 @@ class MeshConfig(Section):
     """The matrices of each layer are divided over this axis: heads, the channels of the MLP, the vocabulary."""
 
     def __post_init__(self):
-        sizes = dataclasses.asdict(self)
+        sizes = asdict(self)
         for name, size in sizes.items():
             require(size == -1 or size >= 1, f"mesh axis {name} = {size}: expected a positive size, or -1 for what is left")
         require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
@@ -76,7 +75,7 @@ class MeshConfig(Section):
     def resolve(self, num_devices: int) -> dict[str, int]:
         """Returns the axis sizes for `num_devices` devices, those of `slice`, `pipeline` and `context` only if they are more than
         1. Raises ValueError if they do not multiply to it."""
-        sizes = dataclasses.asdict(self)
+        sizes = asdict(self)
         fixed = 1
         for size in sizes.values():
             fixed *= size if size != -1 else 1

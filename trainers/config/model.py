@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -28,7 +27,11 @@ def problems(model: Any) -> Iterator[str]:
         return
     yield from _lacking(model)
     yield from _of_experts(model)
-    yield from _of_shapes(model)
+    if model.structure.whole_heads and model.head_dim is not None and model.width % model.num_heads:
+        yield (
+            f"width = {model.width}: expected a multiple of num_heads ({model.num_heads}), for transformers loads no other model "
+            f"of the family {model.family}, whatever head_dim is"
+        )
     if model.structure.positions == "learned" and model.num_positions is None:
         yield f"num_positions = null: the family {model.family} has learned positions; set how many"
     scalar = model.query_scalar
@@ -78,14 +81,6 @@ def _of_experts(model: Any) -> Iterator[str]:
         yield f"experts_per_token = {model.experts_per_token}: expected at most num_experts ({model.num_experts})"
     if model.grouped_product != "xla" and ":" not in model.grouped_product:
         yield f"grouped_product = {model.grouped_product!r}: expected xla, or package.module:function"
-
-
-def _of_shapes(model: Any) -> Iterator[str]:
-    if model.structure.whole_heads and model.head_dim is not None and model.width % model.num_heads:
-        yield (
-            f"width = {model.width}: expected a multiple of num_heads ({model.num_heads}), for transformers loads no other model "
-            f"of the family {model.family}, whatever head_dim is"
-        )
 
 
 REMAT = (
@@ -156,7 +151,7 @@ class RopeScaling(Section):
         require_none(too_small(self, 1, "factor", "original_length"))
         require_none(
             f"{item.name} = {getattr(self, item.name)}: {self.kind} does not use it; leave it out"
-            for item in dataclasses.fields(self)
+            for item in fields(self)
             if item.name not in USED_BY_SCALING[self.kind] and getattr(self, item.name) != item.default
         )
         require(
@@ -271,9 +266,7 @@ class ModelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.pretrained is not None:
-            defaults = (
-                (item, item.default) for item in dataclasses.fields(self) if item.name not in ("pretrained", *OF_EXECUTION)
-            )
+            defaults = ((item, item.default) for item in fields(self) if item.name not in ("pretrained", *OF_EXECUTION))
             for item, default in defaults:
                 if (value := getattr(self, item.name)) != default:
                     yield f"{item.name} = {value}: the folder of pretrained says it; leave it out"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gangway.config.section import Section, require_none, too_small
 from trainers.config.families import ENCODERS, Family, biased, misspelt
-from trainers.config.model import problems_of_remat, unrolled
+from trainers.config.model import ModelConfig, problems_of_remat, unrolled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +113,7 @@ class VisionConfig(Section):
     def unrolled(self, platform: str | None) -> bool:
         """Returns whether the layers are compiled one by one on `platform`, and not as a loop."""
         return unrolled(self.num_layers, self.remat, platform)
+
+
+LayerSizes = ModelConfig | VisionConfig
+"""What the layers of a decoder and of an encoder are made by."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TextIO, cast
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TextIO, cast
 
 from gangway.terminal import shown
 
@@ -19,7 +19,7 @@ def progress_on(stream: TextIO, name: str, total: int, unit: str) -> AbstractCon
     """Returns what shows the progress over `total` records, and how many of `unit`, such as tokens, a second makes."""
     stream = cast(TextIO, shown(stream))
     if stream.isatty():
-        return Bar(stream, name, total, unit)
+        return bar(stream, name, total, unit)
     return nullcontext(plain_lines(stream, name, total, unit, time.monotonic))
 
 
@@ -39,26 +39,20 @@ def plain_lines(stream: TextIO, name: str, total: int, unit: str, clock: Callabl
     return progress
 
 
-class Bar:
-    """A bar on a terminal, as long as it is open."""
+@contextmanager
+def bar(stream: TextIO, name: str, total: int, unit: str) -> Iterator[Progress]:
+    """Shows a bar on a terminal, as long as the block lasts."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Screen
 
-    def __init__(self, stream: TextIO, name: str, total: int, unit: str):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Screen
+    begun_s = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with Screen(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False)) as screen:
+        task = screen.add_task(name, total=total, rate="")
 
-        self._begun_s, self._unit = time.monotonic(), unit
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        self._screen = Screen(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False))
-        self._task = self._screen.add_task(name, total=total, rate="")
+        def progress(done: int, num_units: int, before: int) -> None:
+            per_s = num_units / max(time.monotonic() - begun_s, 1e-3)
+            screen.update(task, completed=done, rate=f"{per_s:,.0f} {unit}/s")
 
-    def __enter__(self) -> Progress:
-        self._screen.start()
-        return self._show
-
-    def __exit__(self, *error: Any) -> None:
-        self._screen.stop()
-
-    def _show(self, done: int, num_units: int, before: int) -> None:
-        per_s = num_units / max(time.monotonic() - self._begun_s, 1e-3)
-        self._screen.update(self._task, completed=done, rate=f"{per_s:,.0f} {self._unit}/s")
+        yield progress

@@ -40,44 +40,50 @@ class Placed(NamedTuple):
     """int64[N]: the one after the last."""
 
 
-class ChatEncoder:
+class RecordEncoder:
+    """What encoders have in common: a tokenizer, and the columns that nobody needs to read."""
+
+    kind: tuple[str, ...]
+    """A name, and columns, that tell its documents from those of other encoders."""
+
+    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
+        self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
+
+    def digest(self) -> str:
+        name, *columns = self.kind
+        about = [name, RULES_OF_RECORDS, self.tokenizer.digest(), *columns, *sorted(self.ignored)]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+class ChatEncoder(RecordEncoder):
     """Makes a document of the conversation in the column `messages`: [{"role": ..., "content": ...}, ...]. The other columns and
     fields are given to the chat template, but those that are `ignored`."""
 
-    def __init__(self, tokenizer: Tokenizer, column: str = MESSAGES, ignored: Collection[str] = ()):
-        self.tokenizer, self.column, self.ignored = tokenizer, column, frozenset(ignored)
+    kind = ("chat", MESSAGES)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         tokenizer = with_template(self.tokenizer)
-        return [conversation(tokenizer, chat_of(record, [self.column], self.ignored)) for record in records]
-
-    def digest(self) -> str:
-        return digest_of("chat", self.tokenizer, self.column, *sorted(self.ignored))
+        return [conversation(tokenizer, chat_of(record, [MESSAGES], self.ignored)) for record in records]
 
     def notes(self, record: Record) -> list[str]:
-        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, [self.column], self.ignored))
+        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, [MESSAGES], self.ignored))
 
 
-class CompletionEncoder:
+class CompletionEncoder(RecordEncoder):
     """Makes a document of the columns `prompt` and `completion`: two texts, or two lists of messages. The completion is the
     target. Of texts the token that ends a text is one too, if the tokenizer has it. Of messages, the other columns are given to
     the chat template, but those that are `ignored`."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str = PROMPT, completion: str = COMPLETION, ignored: Collection[str] = ()):
-        self.tokenizer, self.prompt, self.completion, self.ignored = tokenizer, prompt, completion, frozenset(ignored)
+    kind = ("completion", PROMPT, COMPLETION)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
-        return [completed(self.tokenizer, record, self.prompt, self.completion, self.ignored) for record in records]
-
-    def digest(self) -> str:
-        return digest_of("completion", self.tokenizer, self.prompt, self.completion, *sorted(self.ignored))
+        return [completed(self.tokenizer, record, PROMPT, COMPLETION, self.ignored) for record in records]
 
     def notes(self, record: Record) -> list[str]:
-        asked, answer = record.get(self.prompt), record.get(self.completion)
+        asked, answer = record.get(PROMPT), record.get(COMPLETION)
         if isinstance(asked, str):
             return _notes_of_border(self.tokenizer, asked, answer) if isinstance(answer, str) else []
-        columns = [self.prompt, self.completion]
-        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, columns, self.ignored))
+        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, [PROMPT, COMPLETION], self.ignored))
 
 
 def completed(
@@ -310,7 +316,3 @@ def with_template(tokenizer: Tokenizer) -> FolderTokenizer:
             "for chat"
         )
     return tokenizer
-
-
-def digest_of(kind: str, tokenizer: Tokenizer, *settings: str) -> str:
-    return hashlib.sha256(json.dumps([kind, RULES_OF_RECORDS, tokenizer.digest(), *settings]).encode()).hexdigest()

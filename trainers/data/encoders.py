@@ -12,28 +12,23 @@ from gangway.errors import DataError, UsageError
 from trainers.config.arguments import TrainingArguments
 from trainers.config.data import SourceConfig
 from trainers.config.hf_files import BYTES
-from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder, digest_of
+from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder, RecordEncoder
 from trainers.data.documents import TEXT, Document, Encoder, Record, check_all_read
 from trainers.data.sources.records import ignored_of
 from trainers.text import tokenizers
-from trainers.text.tokenizers import Tokenizer
 
 AUTO = "auto"
 
 
-class TextEncoder:
+class TextEncoder(RecordEncoder):
     """The tokens of a text, with those that begin and end one, if the tokenizer has some. Bytes end with a newline."""
 
-    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
-        self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
+    kind = ("text",)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         texts = [self._text(record) for record in records]
         found = self.tokenizer.encode_documents(texts)
         return [Document(np.array(self._whole(tokens), np.int32)) for tokens in found]
-
-    def digest(self) -> str:
-        return digest_of("text", self.tokenizer, *sorted(self.ignored))
 
     def _whole(self, tokens: Sequence[int]) -> list[int]:
         if self.tokenizer.source == BYTES:

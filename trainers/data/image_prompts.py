@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,12 +90,8 @@ def _mark(vision: VisionConfig, tokenizer: Tokenizer, files: Path) -> Mark | Non
     if not isinstance(tokenizer, FolderTokenizer) or not (files / CONFIG_FILE).is_file():
         return None
     config = json.loads((files / CONFIG_FILE).read_text())
-    ids = [_id(config, name, default) for name, default in MARKS.items()]
+    ids = [config.get(f"{name}_index", config.get(f"{name}_id", default)) for name, default in MARKS.items()]
     begin, end, image = (tokenizer.text_of(each) for each in (*ids, vision.image_token))
     if begin is None or end is None or image is None:
         return None
     return Mark(begin, f"\n\n{begin}{image * (vision.tokens_per_image or 0)}{end}\n\n")
-
-
-def _id(config: dict[str, Any], name: str, default: int) -> int:
-    return config.get(f"{name}_index", config.get(f"{name}_id", default))

@@ -6,9 +6,8 @@ example is the same segment of all of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -112,7 +111,7 @@ class PackedExamples:
         - the leaves of the examples, [S, ...], filled up with 0;
         - `sample_id`.
         """
-        kind, indices = self.examples.kind, self._in_row(epoch, row)
+        kind, indices = self.examples.kind, [int(self.indices[piece.document]) for piece in self.plan.pieces(epoch, row)]
         tokens, segments, positions = np.zeros((3, kind.num_texts, kind.row_places), np.int32)
         token_weight = np.zeros(tokens.shape, np.float32)
         places = [0] * kind.num_texts
@@ -127,9 +126,6 @@ class PackedExamples:
         lines = lines if kind.num_texts > 1 else {name: leaf[0] for name, leaf in lines.items()}
         sample_id = np.asarray((self.first_sample_id + row) % np.iinfo(np.int32).max, np.int32)
         return {**lines, **self._leaves(indices), "sample_id": sample_id}
-
-    def _in_row(self, epoch: int, row: int) -> list[int]:
-        return [int(self.indices[piece.document]) for piece in self.plan.pieces(epoch, row)]
 
     def _leaves(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         found = [{"example_weight": np.ones((), np.float32), **self.examples.leaves(index)} for index in indices]
@@ -168,8 +164,8 @@ def packed_examples(arguments: TrainingArguments, kind: Kind) -> tuple[TrainingR
     _check_rows(train, held, config)
     # One number for both: their rows have the same shapes.
     most = max(train.num_segments, held.num_segments)
-    train = dataclasses.replace(train, num_segments=most)
-    held = dataclasses.replace(held, num_segments=most, first_sample_id=len(train))
+    train = replace(train, num_segments=most)
+    held = replace(held, num_segments=most, first_sample_id=len(train))
     mixture = Mixture([Share(ALONE, ((0, 1.0),))])
     return TrainingRows([train], mixture, arguments.seed, shuffle=config.shuffle), HeldOutRows([held])
 
@@ -208,7 +204,7 @@ def _counts(lengths: np.ndarray, kept: np.ndarray, pieces: Pieces, plan: Fit, ki
     """Returns the counts of a plan, with all texts of each example: of their tokens, as many as `kept` are in a row."""
     filled = int(kept[pieces.documents].sum())
     places = kind.num_texts * kind.row_places
-    return dataclasses.replace(plan.counts, row_places=places, filled_places=filled, lost_tokens=int(lengths.sum()) - filled)
+    return replace(plan.counts, row_places=places, filled_places=filled, lost_tokens=int(lengths.sum()) - filled)
 
 
 def _check_rows(train: PackedExamples, held_out: PackedExamples, config: DataConfig) -> None:

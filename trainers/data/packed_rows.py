@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -211,10 +211,3 @@ def packing_numbers(sources: Sequence[RowSource]) -> dict[str, float]:
         "overlong_documents": float(sum(each.num_overlong for each in counts)),
         "lost_tokens": float(sum(each.lost_tokens for each in counts)),
     }
-
-
-def first_ids(plans: Sequence[Plan], first: int = 0) -> Iterator[int]:
-    """Yields the id of the first row of each plan."""
-    for each in plans:
-        yield first
-        first += len(each)

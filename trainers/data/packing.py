@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -55,18 +55,6 @@ class Counts:
     def efficiency(self) -> float:
         """The fraction of all places that hold a token."""
         return self.filled_places / max(1, self.num_rows * self.row_places)
-
-
-class Plan(Protocol):
-    """The rows of any epoch, by index."""
-
-    counts: Counts
-
-    def __len__(self) -> int:
-        """Returns the rows of an epoch: as many in each."""
-
-    def pieces(self, epoch: int, row: int) -> list[Piece]:
-        """Returns what is in a row, in its order."""
 
 
 class Concat:
@@ -300,6 +288,10 @@ def _numbered(groups: list[Group]) -> Iterator[Group]:
             parts.append(part._replace(first=dealt.get(part.length, 0)))
             dealt[part.length] = parts[-1].first + group.num_bins * part.num_pieces
         yield Group(group.num_bins, tuple(parts))
+
+
+Plan = Concat | OnePerRow | Fit
+"""The rows of any epoch, by index, as many in each: `pieces(epoch, row)` is what is in one, in its order."""
 
 
 def plan(

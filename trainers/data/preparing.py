@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -17,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +281,7 @@ def _by_workers(source: Source, work: Path, parts: Sequence[Part], num_workers: 
             pool.shutdown(cancel_futures=True)
 
 
-@functools.cache
+@cache
 def _worker() -> dict[str, Source]:
     """Returns what this worker process works on."""
     return {}

@@ -80,7 +80,11 @@ def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None, fr
     analysis = program.memory_analysis() if program is not None else None
     of_state = {"params": state.params, "model_state": state.model_state, "opt_state": state.opt_state}
     parts = {**of_state, "frozen": frozen, "batch": batch}
-    leaves = [(name + jax.tree_util.keystr(path), leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
+    leaves = [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name, part in parts.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+    ]
     divided = (leaf for leaf in jax.tree.leaves((state.params, frozen, state.opt_state)) if "fsdp" in _axes(leaf))
     # By what one device holds, not by the whole size: a large array may be divided well.
     leaves.sort(key=lambda named: -bytes_on_a_device(named[1]))
@@ -177,10 +181,6 @@ def _half(num_bytes: int | None) -> int | None:
 
 def _total(tree: Any) -> int:
     return sum(map(bytes_on_a_device, jax.tree.leaves(tree)))
-
-
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def _line(name: str, leaf: Any) -> str:

@@ -5,11 +5,11 @@ Dimensions: B prompts, P tokens of the longest prompt, T tokens at once, S slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,25 +29,14 @@ from trainers.step.loss import in_mode
 NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
-class TextTask(Protocol):
-    """What a task must have for previews, beside a model that is a `Decoder`."""
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    @property
-    def tokens_per_example(self) -> int:
-        """The longest context that the model was trained with; no token attends further back. If an example is more than one
-        sequence, the attribute `context_length` says it."""
-
-
 def can_generate(task: Any) -> bool:
+    """Whether a task has what previews need beside a model that is a `Decoder`: `encode` (text -> tokens), and `decode`."""
     return hasattr(task, "encode") and hasattr(task, "decode")
 
 
 def context_of(task: Any) -> int:
-    """Returns how many tokens a token attends to at most."""
+    """Returns how many tokens a token attends to at most: as many as an example had in training. If that is more than one
+    sequence, the attribute `context_length` says it."""
     return getattr(task, "context_length", task.tokens_per_example)
 
 
@@ -57,7 +46,8 @@ class Previews:
     divided among the replicas, and the cache's heads among the devices of a tensor group."""
 
     config: PreviewConfig
-    task: TextTask
+    task: Any
+    """What encodes the prompts, and decodes their continuations."""
     mesh: Mesh
     seed: int
     program: Program
@@ -86,7 +76,7 @@ class Previews:
             return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=place)
 
         jitted = jax.jit(meshes.tracing_for(mesh, continued), out_shardings=meshes.replicated(mesh))
-        return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note, frozen))
+        return cls(config, task, mesh, seed, Program("preview", jitted, programs, programs.note, frozen))
 
     def __call__(self, params: Any, step: int, model_state: Any = NO_STATE) -> list[dict[str, str]]:
         """Returns `prompt` and `text`, what follows it, of each preview. `model_state` is the model's other state, without its

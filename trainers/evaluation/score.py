@@ -3,10 +3,9 @@ trainer will publish, found by tracing the loss, without a device."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -81,7 +80,7 @@ class ScoreKeeper:
         # Host 0's score counts: a hook may have added a metric that differs between hosts.
         score = multihost.from_host0("score", combined(metrics, self.config))
         after = self.scores.after(step, score, self.config)
-        self.scores = dataclasses.replace(after, stopped=self._asks_for_stop(step, score))
+        self.scores = replace(after, stopped=self._asks_for_stop(step, score))
         return {"score": score} if self.scores.best is None else {"score": score, "best_score": self.scores.best}
 
     def go_back(self, meta: Mapping[str, Any] | None) -> None:
@@ -91,7 +90,7 @@ class ScoreKeeper:
         self.scores = scores if self.config is not None and scores.metrics == self.config.metrics else Scores()
 
     def meta(self) -> dict[str, Any] | None:
-        return None if self.config is None else dataclasses.asdict(self.scores)
+        return None if self.config is None else asdict(self.scores)
 
     @property
     def wants_stop(self) -> bool:

@@ -156,15 +156,11 @@ def reported(unit: str, batches: Iterable[Any], total: int | None, clock: Callab
                 host.emit({"ev": "evaluating", "unit": unit, "done": done, "total": total})
 
 
-@dataclass
 class Stopwatch:
     """The time of an evaluation, without what it took to compile."""
 
-    clock: Callable[[], float] = time.perf_counter
-    since_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.since_s = self.clock()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self.since_s = clock, clock()
 
     def rates(self, counts: dict[str, float], flops_per_example: float, num_devices: int) -> dict[str, float]:
         """Returns the rates of the `tokens` and `samples` since the stopwatch was started, and starts it again."""

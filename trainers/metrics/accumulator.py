@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -76,14 +75,14 @@ class Layout:
                 f"metrics.running_means: {unknown[0]!r} is no metric that is published as a weighted mean: expected some of "
                 f"{', '.join(allowed)}{near}"
             )
-        return dataclasses.replace(self, means=means)
+        return replace(self, means=means)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def with_others(self, others: Mapping[str, Kind]) -> Layout:
         """Returns the layout with further metrics at its end."""
-        return dataclasses.replace(self, names=(*self.names, *others), kinds=(*self.kinds, *others.values()))
+        return replace(self, names=(*self.names, *others), kinds=(*self.kinds, *others.values()))
 
     def zeros(self) -> np.ndarray:
         return np.zeros((len(self), 2), np.float32)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config import ModelConfig
-from trainers.config.families import LayerSizes
 from trainers.config.model import RopeScaling
+from trainers.config.vision import LayerSizes
 from trainers.models import kv_cache, lora, remat
 from trainers.models.attention import attend, soft_capped
 from trainers.models.attention_kernels import attention
@@ -215,7 +215,8 @@ class Decoder(nnx.Module):
             def mix(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 kept, seen, seen_mask = kv_cache.added(old, {"key": key, "value": value}, mask, slot)
                 new.update(kept)
-                return self._attend(query, seen["key"], seen["value"], seen_mask)
+                scale = (config.query_scalar or config.channels) ** -0.5
+                return attend(query, seen["key"], seen["value"], seen_mask, scale=scale, softcap=config.attention_softcap)
 
             return self._layer(x_ND, weights, batch, turned(jnp.asarray(local)), mix)[0], new
 
@@ -256,10 +257,6 @@ class Decoder(nnx.Module):
             added_ND = parts.scattered(added_ND)
             added_ND = norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND
             return x_ND + times(added_ND, config.residual_multiplier), sums
-
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
-        scalar = self.config.query_scalar or self.config.channels
-        return attend(query, key, value, mask_BTS, scale=scalar**-0.5, softcap=self.config.attention_softcap)
 
     def _angles(self, positions_BT: jax.Array) -> Callable[[jax.Array | None], Angles | None]:
         """Returns the angles of a layer, given whether it has the window (traced; None: all have, or none has)."""

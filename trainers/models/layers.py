@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gangway.errors import UsageError
-from trainers.config.families import LayerSizes
+from trainers.config.vision import LayerSizes
 
 
 class Layers(nnx.Module):
@@ -99,17 +99,12 @@ def in_fp8(x: jax.Array, weight: jax.Array) -> jax.Array:
     depends on no other token: not on the batch, the micro-batch or the device that it is in. A token with large values takes no
     digits from others. The gradient of the weights is a sum over tokens: there each column of the incoming gradient has a scale,
     which depends on the tokens that are summed at once."""
-    dot_general, config = _of_qwix()
+    dot_general, config = of_qwix()
     return dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), config)
 
 
-def check_installed() -> None:
-    """Raises UsageError if the package that rounds to 8 bits is not installed."""
-    _of_qwix()
-
-
-def _of_qwix() -> tuple[Any, Any]:
-    """Returns the function of qwix, and its settings."""
+def of_qwix() -> tuple[Any, Any]:
+    """Returns the function of qwix, which rounds to 8 bits, and its settings. Raises UsageError if it is not installed."""
     try:
         # Without a public name. The public door, `qwix.quantize_model`, replaces functions of JAX while a module of Flax is
         # called, and knows a weight by its variable; ours are slices of stacked ones. pyproject.toml names the versions.

@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from gangway.errors import unknown_name
 from trainers.config import OptimizerConfig, ParameterGroup
@@ -74,7 +73,7 @@ def build_optimizer(
     if config.name != SCHEDULE_FREE:
         return optimizer
     # schedule_free counts steps from 1, the optimizer inside it from 0.
-    return contrib.schedule_free(optimizer, lambda count: schedule(count - 1), b1=config.betas[0])
+    return optax.contrib.schedule_free(optimizer, lambda count: schedule(count - 1), b1=config.betas[0])
 
 
 def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
@@ -87,10 +86,10 @@ def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
     return params
 
 
-def _schedule_free_state(node: Any) -> contrib.ScheduleFreeState | None:
-    if isinstance(node, Mapping) and node.keys() == set(contrib.ScheduleFreeState._fields):
-        return contrib.ScheduleFreeState(**node)
-    return node if isinstance(node, contrib.ScheduleFreeState) else None
+def _schedule_free_state(node: Any) -> optax.contrib.ScheduleFreeState | None:
+    if isinstance(node, Mapping) and node.keys() == set(optax.contrib.ScheduleFreeState._fields):
+        return optax.contrib.ScheduleFreeState(**node)
+    return node if isinstance(node, optax.contrib.ScheduleFreeState) else None
 
 
 def _averages(state: Any, params: Any) -> Any:
@@ -168,7 +167,7 @@ def _adafactor(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransform
 def _muon(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     def dimension_numbers(params: Any) -> Any:
         # Of stacked parameters each one is orthogonalized by itself.
-        return jax.tree.map(lambda kind: contrib.MuonDimensionNumbers(*kind.dimensions), tree_of_kinds(kinds, params))
+        return jax.tree.map(lambda kind: optax.contrib.MuonDimensionNumbers(*kind.dimensions), tree_of_kinds(kinds, params))
 
     def with_size_of_adam(update: jax.Array, kind: ParameterKind) -> jax.Array:
         return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[dimension] for dimension in kind.dimensions)))
@@ -176,8 +175,8 @@ def _muon(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation
     def label(kind: ParameterKind) -> str:
         return "linear_maps" if kind.is_linear_map else "others"
 
-    # Not optax's own composition (contrib.muon): it decays vectors too, and gives its AdamW a Nesterov momentum.
-    orthogonal = contrib.scale_by_muon(
+    # Not optax's own composition (optax.contrib.muon): it decays vectors too, and gives its AdamW a Nesterov momentum.
+    orthogonal = optax.contrib.scale_by_muon(
         beta=config.betas[1], eps=config.eps, mu_dtype=config.moment_dtype, weight_dimension_numbers=dimension_numbers
     )
     resized = optax.stateless(lambda updates, _: jax.tree.map(with_size_of_adam, updates, tree_of_kinds(kinds, updates)))

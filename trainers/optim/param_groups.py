@@ -105,10 +105,10 @@ def trainable(groups: Groups, params: Any) -> Any:
 
 def completed(partial: Any, whole: Any) -> Any:
     """Returns `partial` with the leaves of `whole` in place of None."""
-    return jax.tree.map(lambda leaf, default: default if leaf is None else leaf, partial, whole, is_leaf=_is_none)
+    return jax.tree.map(lambda leaf, default: default if leaf is None else leaf, partial, whole, is_leaf=is_none)
 
 
-def _is_none(node: Any) -> bool:
+def is_none(node: Any) -> bool:
     return node is None
 
 
@@ -116,7 +116,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """Does what `optax.apply_updates` does. A parameter without an update stays the same, bit for bit: + 0 would turn -0 into
     0."""
     # Back to the parameter's type: with a promoted one the next step would not fit the compiled program.
-    return jax.tree.map(lambda u, p: p if u is None else (p + u).astype(p.dtype), updates, params, is_leaf=_is_none)
+    return jax.tree.map(lambda u, p: p if u is None else (p + u).astype(p.dtype), updates, params, is_leaf=is_none)
 
 
 def with_zeros(partial: Any, whole: Any) -> Any:

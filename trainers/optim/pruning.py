@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from gangway.errors import UsageError
 from trainers.config import PruningConfig
-from trainers.optim.param_groups import parameter_path, parameter_paths
+from trainers.optim.param_groups import is_none, parameter_path, parameter_paths
 
 
 class Magnitude:
@@ -49,10 +49,8 @@ class Magnitude:
             # `cond`, not `where`: sorting all weights at every step would be too slow.
             return jax.lax.cond(due, lambda: _largest(param, sparsity(config, step)), lambda: mask)
 
-        masks = jax.tree.map(new_mask, state, params, is_leaf=_is_none)
-        pruned = jax.tree.map(
-            lambda m, p: p if m is None else jnp.where(m, p, 0).astype(p.dtype), masks, params, is_leaf=_is_none
-        )
+        masks = jax.tree.map(new_mask, state, params, is_leaf=is_none)
+        pruned = jax.tree.map(lambda m, p: p if m is None else jnp.where(m, p, 0).astype(p.dtype), masks, params, is_leaf=is_none)
         return pruned, masks
 
 
@@ -106,7 +104,3 @@ def _largest(weights: jax.Array, part_zero: jax.Array) -> jax.Array:
     threshold = jnp.sort(magnitudes, axis=None)[jnp.maximum(num_zero - 1, 0)]
     # `>`, not `>=`: pruned weights tie at 0, and all of them must stay pruned.
     return (magnitudes > threshold) | (num_zero == 0)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ class JsonLines:
         self._open()
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
-        numbers = {name: _finite(value) for name, value in metrics.items() if self._is_new(name, step)}
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items() if self._is_new(name, step)}
         shapes = {name: shape._asdict() for name, shape in distributions.items() if self._is_new(name, step)}
         if not numbers and not shapes:
             return
@@ -103,10 +104,6 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 continue  # left unfinished
             if not shapes.problem(_Line, line):
                 yield line
-
-
-def _finite(value: float) -> float | None:
-    return value if value - value == 0 else None  # inf - inf and NaN - NaN are NaN
 
 
 def _ends_with_newline(path: Path) -> bool:

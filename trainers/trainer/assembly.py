@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ class Assembly:
         if self._trainer.arguments.optimizer.offload == "none":
             return shardings
         self._needs_host_memory("optimizer.offload = 'host'", "set optimizer.offload: none")
-        return dataclasses.replace(shardings, opt_state=host_memory.on_host(design.state.opt_state, shardings.opt_state))
+        return replace(shardings, opt_state=host_memory.on_host(design.state.opt_state, shardings.opt_state))
 
     def _needs_host_memory(self, setting: str, instead: str) -> None:
         """Raises UsageError if the devices cannot use their hosts' memory, which a setting asks for."""
@@ -176,7 +175,7 @@ class Assembly:
         # Where this machine keeps executables; unset: it keeps none.
         key, folder = host.program_key, os.environ.get("GANGWAY_PROGRAMS")
         # All that a program is made from: one of other settings must not be found.
-        origin = (key, dataclasses.asdict(arguments), jax.process_count(), jax.__version__)
+        origin = (key, asdict(arguments), jax.process_count(), jax.__version__)
         limit_gb = arguments.kept_programs_gb
         max_bytes = None if limit_gb is None else limit_gb * 1e9
         return ProgramStore(Path(folder) if key and folder else None, origin, host.note, max_bytes)
@@ -231,7 +230,7 @@ class Assembly:
                 self._functions = self._trainer.configure_functions()
             steps = self._with_adapted_steps(self._completed(self._functions))
             functions = self._with_calls_by_hand(steps.functions, steps.step_layout, steps.loss_layout)
-            self._steps = dataclasses.replace(steps, functions=functions)
+            self._steps = replace(steps, functions=functions)
         return self._steps
 
     def _train_step(self, step: Any) -> Program:
@@ -314,13 +313,13 @@ class Assembly:
             tokens = self._trainer.task.tokens_per_example
             step = adapted.adapted_train_step(train, layout, arguments, self._trainer.scheduler, tokens)
             functions = functions._replace(train_step_fn=self._train_step(step))
-            steps = dataclasses.replace(steps, functions=functions, step_layout=layout, is_own=True)
+            steps = replace(steps, functions=functions, step_layout=layout, is_own=True)
         if not hasattr(evaluate, "prepare"):
             rows = self.batching.shapes((1, meshes.padded_rows(self.mesh, arguments.micro_batch_size)), output)
             layout = adapted.eval_layout(evaluate, state, rows)
             jitted = self.validation.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
             functions = functions._replace(eval_step_fn=self._program("eval_step", jitted))
-            steps = dataclasses.replace(steps, functions=functions, loss_layout=layout)
+            steps = replace(steps, functions=functions, loss_layout=layout)
         return steps
 
     def _with_calls_by_hand(

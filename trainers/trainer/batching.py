@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -123,8 +122,8 @@ class Batching:
         """Returns what the loop and the evaluations read, made of what `configure_dataloaders` returns."""
         given = self._given_loaders or self._trainer.configure_dataloaders()
         arguments, held_out = self._trainer.arguments, given.dataloader_eval
-        iterated = functools.partial(IteratedLoader, mesh=self._mesh_of(), note=note_from_host0, ids=self._ids)
-        make = functools.partial(
+        iterated = partial(IteratedLoader, mesh=self._mesh_of(), note=note_from_host0, ids=self._ids)
+        make = partial(
             iterated,
             global_batch_size=arguments.global_batch_size,
             accumulation_steps=arguments.accumulation_steps,
@@ -136,7 +135,7 @@ class Batching:
         check_hooks(self._trainer, dict.fromkeys(("preprocess_batch", "build_collator"), of_own))
         if held_out is not None:
             rows = arguments.evaluation.batch_size or arguments.micro_batch_size
-            make = functools.partial(iterated, global_batch_size=rows, accumulation_steps=1, passes=1)
+            make = partial(iterated, global_batch_size=rows, accumulation_steps=1, passes=1)
             held_out = as_loader(held_out, make, ("epoch",))
         return TrainerConfigureDataloaderOutput(train, held_out)
 
@@ -153,7 +152,7 @@ class Batching:
 
     @property
     def prepare_trained(self) -> Callable[[TrainState, Batch], Batch] | None:
-        return None if self.prepare is None else functools.partial(self.prepare, training=True)
+        return None if self.prepare is None else partial(self.prepare, training=True)
 
     @property
     def _ids(self) -> Mapping[str, Ids]:

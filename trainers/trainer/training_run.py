@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -34,7 +34,6 @@ from trainers.loop.saver import DataState, Saver, TimeUsed
 from trainers.loop.train_loop import GarbageCollection, Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms
-from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import fp8_peak_flops_per_s, peak_flops_per_s
 from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
 from trainers.models.remat import choosing
@@ -149,9 +148,10 @@ class TrainingRun:
         # A user's own loader need not know where its data ends.
         end_of_data = EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader))
         prepare_batch = parts.batching.prepare_trained
+        no_sums = partial(self.trainer.assembly.zeros, parts.steps.step_layout)
         return Loop(
             info=self.info,
-            steps=Steps(self._train_step, parts.steps.step_layout, self._no_sums, arguments.distributions, prepare_batch),
+            steps=Steps(self._train_step, parts.steps.step_layout, no_sums, arguments.distributions, prepare_batch),
             loader=loader,
             agreement=Agreement(Flags(parts.mesh), limits, end_of_data),
             guard=self._guard(),
@@ -251,9 +251,6 @@ class TrainingRun:
     @property
     def _train_step(self) -> Any:
         return self.parts.steps.functions.train_step_fn
-
-    def _no_sums(self) -> MetricSums:
-        return self.trainer.assembly.zeros(self.parts.steps.step_layout)
 
     def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
         """Returns what the train step is compiled for. `state` may be shapes."""

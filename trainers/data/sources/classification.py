@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from gangway.config.section import did_you_mean
 from gangway.errors import DataError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import digest_of
+from trainers.data.chat import RecordEncoder
 from trainers.data.documents import TEXT, Document, Record, Records, check_all_read
 from trainers.data.messages import value_of
 from trainers.data.packed_examples import Kind, packed_examples
@@ -27,17 +27,13 @@ CHECKED = 100
 """So many labels at the beginning of the data, and at its end, are looked at before training begins."""
 
 
-class LabelledEncoder:
+class LabelledEncoder(RecordEncoder):
     """Makes a document of the text of each record, and of the token that ends a text, if the tokenizer has one."""
 
-    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
-        self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
+    kind = ("labelled",)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         return [self._document(record) for record in records]
-
-    def digest(self) -> str:
-        return digest_of("labelled", self.tokenizer, *sorted(self.ignored))
 
     def _document(self, record: Record) -> Document:
         text = value_of(record, TEXT)

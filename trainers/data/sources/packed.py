@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from trainers.config.data import MixtureSource, SourceConfig
 from trainers.data import preparing
 from trainers.data.documents import Documents
 from trainers.data.mixture import Mixture, Share
-from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, TrainingRows, first_ids, split
+from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, TrainingRows, split
 from trainers.data.packing import Piece, Plan, plan
 from trainers.data.padded import cut, kept_places
 from trainers.data.prepared import PreparedDocuments
@@ -76,7 +77,7 @@ def rows_of(documents: Sequence[Documents], arguments: TrainingArguments) -> tup
     plans = [_plan(train, arguments, number) for number, (train, _) in enumerate(parts)]
     held_plans = [_plan(held_out, arguments, number, held_out=True) for number, (_, held_out) in enumerate(parts)]
     _check(names, documents, plans, held_plans, arguments)
-    ids = [*first_ids([*plans, *held_plans])]
+    ids = [*itertools.accumulate(map(len, [*plans, *held_plans]), initial=0)]
     with_segments = config.packing is not None
 
     def source(number: int, held_out: bool) -> PackedSource:

@@ -11,7 +11,7 @@ import numpy as np
 from gangway.errors import DataError
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import PROMPT, completed, digest_of, notes, with_template
+from trainers.data.chat import PROMPT, RecordEncoder, completed, notes, with_template
 from trainers.data.documents import Document, Record, Records, notes_of
 from trainers.data.messages import chat_of, messages_of, value_of
 from trainers.data.packed_examples import Kind, packed_examples
@@ -27,7 +27,7 @@ REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """The sums of the log-probabilities that a reference gives to the tokens of each completion."""
 
 
-class PairEncoder:
+class PairEncoder(RecordEncoder):
     """Makes two documents of each record, the prompt with the chosen and with the rejected completion.
 
     The columns are `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without a `prompt`, both are conversations,
@@ -35,14 +35,13 @@ class PairEncoder:
     are `ignored`. What the reference gives is read by the loss that needs it.
     """
 
+    kind = ("pair",)
+
     def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
-        self.tokenizer, self.ignored = tokenizer, frozenset({*ignored, *REFERENCE_COLUMNS})
+        super().__init__(tokenizer, {*ignored, *REFERENCE_COLUMNS})
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         return [document for record in records for document in self.pair(record)]
-
-    def digest(self) -> str:
-        return digest_of("pair", self.tokenizer, *sorted(self.ignored))
 
     def notes(self, record: Record) -> list[str]:
         if isinstance(record.get(CHOSEN), str):

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
 
 from gangway.errors import DataError, DataMissingError
 from trainers.config import DataConfig
@@ -15,23 +14,9 @@ from trainers.config.data import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import Listing, SourceFile, files_of, listing
-from trainers.data.sources.json_records import JsonLines, json_file
+from trainers.data.sources.json_records import JsonLines, JsonList, json_file
 from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
-
-
-class FileRecords(Protocol):
-    """The records of one file."""
-
-    @property
-    def num_malformed(self) -> int:
-        """How many lines were left out because they are malformed."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Record: ...
-
-    def where(self, index: int) -> str: ...
 
 
 class TextFile:
@@ -50,6 +35,10 @@ class TextFile:
 
     def where(self, index: int) -> str:
         return self.path
+
+
+FileRecords = TextFile | JsonLines | JsonList | Csv | Parquet | Arrow | ArrayRecord
+"""The records of one file."""
 
 
 class FilesRecords:

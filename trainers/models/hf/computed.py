@@ -11,9 +11,8 @@ from gangway.errors import UsageError
 from trainers.config.families import FAMILIES
 from trainers.config.model import RopeScaling
 from trainers.models.hf import keys
+from trainers.models.hf.keys import Json
 from trainers.models.hf.meaning import Layer, Meaning
-
-Json = Mapping[str, Any]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu", "tie_word_embeddings": False}

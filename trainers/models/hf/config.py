@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gangway.errors import UsageError
@@ -15,6 +14,7 @@ from trainers.models.hf.computed import (
     FULL,
     SLIDING,
     WINDOW_IN_ALL,
+    Json,
     completed,
     of_file,
     query_scalar_of,
@@ -23,8 +23,6 @@ from trainers.models.hf.computed import (
     theta_of,
 )
 from trainers.models.hf.meaning import Layer, Meaning, differences, of_model
-
-Json = Mapping[str, Any]
 
 FAMILY_OF = {
     "llama": "llama",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from trainers.config import ModelConfig
@@ -61,7 +60,7 @@ def of_model(config: ModelConfig) -> Meaning:
             return Layer(window, config.local_rope_theta, None)
         return Layer(window, config.rope_theta, config.rope_scaling)
 
-    named: dict[str, Any] = {item.name: getattr(config, item.name, None) for item in dataclasses.fields(Meaning)}
+    named: dict[str, Any] = {item.name: getattr(config, item.name, None) for item in fields(Meaning)}
     named |= {name: getattr(config, name) or 1.0 for name in MULTIPLIERS}
     named["layers"] = tuple(map(layer, config.local_layers, config.turned_layers))
     named["query_scalar"] = config.query_scalar or config.channels
@@ -70,7 +69,7 @@ def of_model(config: ModelConfig) -> Meaning:
 
 def differences(found: Meaning, expected: Meaning) -> Iterator[str]:
     """Yields what differs, as `name = found, and not expected`."""
-    for item in dataclasses.fields(Meaning):
+    for item in fields(Meaning):
         values: tuple[Any, Any] = getattr(found, item.name), getattr(expected, item.name)
         if values[0] != values[1] and not _nearly(*values):
             yield f"{item.name} = {values[0]}, and not {values[1]}"

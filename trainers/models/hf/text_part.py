@@ -10,8 +10,6 @@ from trainers.config import ModelConfig
 from trainers.models.hf import config as text
 from trainers.models.hf import keys
 
-Json = Mapping[str, Any]
-
 MISTRAL3 = "mistral3"
 ENCODER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 """The beginnings of the names of what is left out of the weights."""
@@ -27,7 +25,7 @@ def left_out(found: Any) -> tuple[str, ...]:
     return ENCODER if is_one(found) else ()
 
 
-def read(found: Json) -> ModelConfig:
+def read(found: keys.Json) -> ModelConfig:
     """Returns the configuration of the decoder. Raises UsageError that names what is not understood."""
     if lines := list(_problems(found)):
         raise UsageError("\n".join(lines))
@@ -41,7 +39,7 @@ def read(found: Json) -> ModelConfig:
         raise UsageError("\n".join(f"text_config: {line}" for line in str(error).splitlines())) from error
 
 
-def _problems(found: Json) -> Iterator[str]:
+def _problems(found: keys.Json) -> Iterator[str]:
     of_text = found.get("text_config")
     if not isinstance(of_text, Mapping):
         yield f"text_config is missing: a configuration of model_type {MISTRAL3} has it"

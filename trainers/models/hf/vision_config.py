@@ -16,8 +16,6 @@ from trainers.models.hf import config as text
 from trainers.models.hf import keys, text_part
 from trainers.models.hf.meaning import Meaning, of_model
 
-Json = Mapping[str, Any]
-
 ENCODER_OF = {"vit": "vit", "siglip_vision_model": "siglip", "siglip": "siglip"}
 """`vision.family` by `model_type`. `siglip` has a `vision_config` beside that of the encoder of texts, which is not read."""
 ACTIVATION_OF = {"vit": "gelu", "siglip": "gelu_pytorch_tanh"}
@@ -57,7 +55,7 @@ class ImageTextConfig(NamedTuple):
 Config = ModelConfig | VisionConfig | ImageTextConfig
 
 
-def read(found: Json) -> Config:
+def read(found: keys.Json) -> Config:
     """Returns the configuration of the model that a `config.json` describes: of an encoder of images, of a decoder, or of both.
     Raises UsageError that names all that is not understood."""
     kind = str(found.get("model_type"))
@@ -69,7 +67,7 @@ def read(found: Json) -> Config:
     return decoder(found)
 
 
-def decoder(found: Json) -> ModelConfig | ImageTextConfig:
+def decoder(found: keys.Json) -> ModelConfig | ImageTextConfig:
     """Returns the configuration of a decoder, with the encoder of its images if that is read too. Raises UsageError that names
     all that is not understood."""
     if text_part.is_one(found):
@@ -82,7 +80,7 @@ def _refuse(problems: Iterable[str]) -> None:
         raise UsageError("\n".join(lines))
 
 
-def _encoder(family: str, found: Json, within: str = "", *, has_head: bool | None = None) -> VisionConfig:
+def _encoder(family: str, found: keys.Json, within: str = "", *, has_head: bool | None = None) -> VisionConfig:
     """`within`: the section of the file that has the keys."""
     _refuse(_problems(family, found, within))
     given = {**SIZES, "layer_norm_eps": EPS_OF[family], **found}
@@ -104,7 +102,7 @@ def _encoder(family: str, found: Json, within: str = "", *, has_head: bool | Non
         raise UsageError(str(error)) from error
 
 
-def _num_labels(given: Json) -> int | None:
+def _num_labels(given: keys.Json) -> int | None:
     """Returns the classes of the head; None if the file is of a model without one. The file has names of them, or their number;
     it has neither if they are the two of the default."""
     if "ForImageClassification" not in "".join(given.get("architectures") or ()):
@@ -115,7 +113,7 @@ def _num_labels(given: Json) -> int | None:
     return 2 if number is None else number
 
 
-def _problems(family: str, found: Json, within: str = "") -> Iterator[str]:
+def _problems(family: str, found: keys.Json, within: str = "") -> Iterator[str]:
     yield from keys.problems(found, keys.OF_ENCODER[family], f"the family {family}", within)
     if (activation := found.get("hidden_act", ACTIVATION_OF[family])) != ACTIVATION_OF[family]:
         yield f"{within}hidden_act = {activation!r}: expected {ACTIVATION_OF[family]} in the family {family}"
@@ -123,7 +121,7 @@ def _problems(family: str, found: Json, within: str = "") -> Iterator[str]:
         yield f"{within}model_type = {kind!r}: expected that of the family {family}"
 
 
-def image_text(found: Json) -> ImageTextConfig:
+def image_text(found: keys.Json) -> ImageTextConfig:
     """Returns the configuration of a decoder with an encoder of images. Raises UsageError that names what is not understood."""
     if missing := [name for name in PARTS if not isinstance(found.get(name), Mapping)]:
         raise UsageError(f"{' and '.join(missing)} missing: a configuration of model_type {GEMMA3} has both")
@@ -142,7 +140,7 @@ def image_text(found: Json) -> ImageTextConfig:
         raise UsageError("\n".join(f"text_config: {line}" for line in str(error).splitlines())) from error
 
 
-def _problems_of_both(found: Json) -> Iterator[str]:
+def _problems_of_both(found: keys.Json) -> Iterator[str]:
     yield from keys.problems(found, keys.IMAGE_TEXT, f"model_type {GEMMA3}")
     of_text = found["text_config"]
     if of_text.get("model_type", "gemma3_text") != "gemma3_text":

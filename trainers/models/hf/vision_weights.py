@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainers.config.vision import VisionConfig
 from trainers.models.hf.weights import Place
 
 
-def _linear(**names: str) -> dict[str, Place]:
-    """Returns the places of matrices and their biases."""
-    matrices = {ours: Place(f"{theirs}.weight", turned=True) for ours, theirs in names.items()}
-    return matrices | {f"{ours}_bias": Place(f"{theirs}.bias") for ours, theirs in names.items()}
+def _with_biases(turned: bool, **names: str) -> dict[str, Place]:
+    """Returns the places of weights and their biases; the weights are matrices [out, in] there if `turned`."""
+    weights = {ours: Place(f"{theirs}.weight", turned) for ours, theirs in names.items()}
+    return weights | {f"{ours}_bias": Place(f"{theirs}.bias") for ours, theirs in names.items()}
 
 
-def _norm(**names: str) -> dict[str, Place]:
-    scales = {ours: Place(f"{theirs}.weight") for ours, theirs in names.items()}
-    return scales | {f"{ours}_bias": Place(f"{theirs}.bias") for ours, theirs in names.items()}
+_linear = partial(_with_biases, True)
+_norm = partial(_with_biases, False)
 
 
 VIT_LAYER = _norm(attention_norm="layernorm_before", mlp_norm="layernorm_after") | _linear(

@@ -175,7 +175,7 @@ def test_a_completion_is_the_target_with_the_end_of_the_text(tokenizer):
     made = tokenizer(chat_folders.CHATML)
     (document,) = CompletionEncoder(made).encode([{"prompt": "2 + 2 = ", "completion": "4"}])
     assert texts(made, document) == ("2 + 2 = 4<|end|>", ["4<|end|>"])
-    (of_bytes,) = CompletionEncoder(load("bytes"), "question", "answer").encode([{"question": "ab", "answer": "c"}])
+    (of_bytes,) = CompletionEncoder(load("bytes")).encode([{"prompt": "ab", "completion": "c"}])
     assert (of_bytes.tokens.tolist(), of_bytes.token_weight.tolist()) == ([97, 98, 99], [0, 0, 1])
     with pytest.raises(DataError, match="completion of the prompt 'a' is empty: there is no target"):
         CompletionEncoder(made).encode([{"prompt": "a", "completion": ""}])
