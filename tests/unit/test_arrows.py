@@ -113,7 +113,6 @@ LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")
         "models/hf/computed",
         "models/hf/config",
         "models/hf/keys",
-        "models/hf/meaning",
         "models/hf/pretrained",
         "models/hf/text_part",
         "models/hf/vision_config",

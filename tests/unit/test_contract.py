@@ -16,8 +16,8 @@ from trainers.config import MeshConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.collate import SKIPPED
 from trainers.data.loader import StepAddressedLoader
+from trainers.data.sources.iterable import training_examples
 from trainers.data.sources.preference import preference_pairs
-from trainers.data.sources.sequence import training_examples
 from trainers.parallel.mesh import make_mesh
 from trainers.protocol import METRIC, Loss, PerExample, Task
 from trainers.step.loss import as_loss, weighted

@@ -54,7 +54,7 @@ from trainers.loop.frozen import check_same
 from trainers.loop.hooks import overrides
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import host_memory
-from trainers.planning import first_batch, padding
+from trainers.planning import first_batch
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.runtime.distributed import no_devices_yet
 from trainers.step.frozen import FrozenModel, shapes_of
@@ -213,7 +213,7 @@ def model_facts(problems: list[str], trainer: BaseTrainer, num_devices: int, dou
     facts = attempt(problems, "model", lambda: count(trainer, num_devices, problems))
     if facts is None or problems or doubts or trainer.dataset_train is None:
         return facts or {}
-    tried = attempt(problems, "loss", lambda: padding.check(trainer))
+    tried = attempt(problems, "loss", lambda: first_batch.check_padding(trainer))
     return facts | ({} if tried is None else {"padding": tried})
 
 

@@ -33,8 +33,7 @@ from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.data.collate import CollateInfo, Collator, Transform
 from trainers.data.loader import RandomAccess
-from trainers.data.sources.iterable import num_examples, random_access
-from trainers.data.sources.sequence import held_out_examples
+from trainers.data.sources.iterable import held_out_examples, num_examples, random_access
 from trainers.diagnostics import memory
 from trainers.evaluation import score
 from trainers.evaluation.exact_match import ExactMatch

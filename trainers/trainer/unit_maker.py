@@ -15,7 +15,7 @@ from trainers import runtime
 from trainers.config import UnitConfig
 from trainers.config.arguments import load_object
 from trainers.data.loader import RandomAccess
-from trainers.data.sources.sequence import held_out_examples
+from trainers.data.sources.iterable import held_out_examples
 from trainers.evaluation import outputs
 from trainers.evaluation.exact_match import questions, task_of_unit
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows

@@ -17,8 +17,7 @@ from gangway.storage import durable
 from trainers.config.arguments import load_object
 from trainers.config.keywords import PiecesArguments
 from trainers.data import kept
-from trainers.data.sources.iterable import random_access
-from trainers.data.sources.sequence import Columns, as_example, held_out_examples
+from trainers.data.sources.iterable import Columns, as_example, held_out_examples, random_access
 
 
 def datasets(arguments: PiecesArguments) -> tuple[Any, Any]:

@@ -15,14 +15,17 @@ from trainers.models.hf.computed import (
     SLIDING,
     WINDOW_IN_ALL,
     Json,
+    Layer,
+    Meaning,
     completed,
+    differences,
     of_file,
+    of_model,
     query_scalar_of,
     ropes,
     scaling_of,
     theta_of,
 )
-from trainers.models.hf.meaning import Layer, Meaning, differences, of_model
 
 FAMILY_OF = {
     "llama": "llama",

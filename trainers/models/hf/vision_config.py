@@ -14,7 +14,7 @@ from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.vision import VisionConfig
 from trainers.models.hf import config as text
 from trainers.models.hf import keys, text_part
-from trainers.models.hf.meaning import Meaning, of_model
+from trainers.models.hf.computed import Meaning, of_model
 
 ENCODER_OF = {"vit": "vit", "siglip_vision_model": "siglip", "siglip": "siglip"}
 """`vision.family` by `model_type`. `siglip` has a `vision_config` beside that of the encoder of texts, which is not read."""

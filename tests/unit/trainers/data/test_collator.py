@@ -10,7 +10,7 @@ from tests.unit.training import assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.data.collate import CollateInfo, collate, stack
-from trainers.data.sources.sequence import Numbered
+from trainers.data.sources.iterable import Numbered
 from trainers.trainer.assembly import assemble
 
 LENGTH = 9

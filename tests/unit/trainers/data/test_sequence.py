@@ -14,7 +14,7 @@ from gangway.errors import DataError, UsageError
 from tests.programs.tiny import numbers
 from tests.unit.training import FIXED, arguments, assert_equal, losses, trainer
 from trainers.base import BaseTrainer
-from trainers.data.sources.sequence import Numbered, held_out_examples, training_examples
+from trainers.data.sources.iterable import Numbered, held_out_examples, training_examples
 from trainers.planning.estimate import plan
 
 ROWS = 24
@@ -152,7 +152,7 @@ def test_shuffling_ten_million_examples_needs_no_list_of_them():
     """In a process of its own, whose memory nothing else has grown."""
     code = """if True:
         import resource, time
-        from trainers.data.sources.sequence import training_examples
+        from trainers.data.sources.iterable import training_examples
         examples = training_examples(range(10**7), 0, shuffle=True)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert len({int(examples[index]["sample_id"]) for index in range(1000)}) == 1000

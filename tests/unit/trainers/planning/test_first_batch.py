@@ -9,7 +9,7 @@ from flax import nnx
 
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.planning import estimate, padding
+from trainers.planning import estimate, first_batch
 from trainers.protocol import Loss, Max, PerExample
 
 HERE = __name__
@@ -231,7 +231,7 @@ def test_a_loss_that_counts_rows_of_weight_0_is_an_error(task, metric):
 
 
 def test_a_loss_that_weights_its_rows_passes_and_one_of_examples_needs_no_trial():
-    assert plan(task=f"{HERE}:Weighted")[1]["padding"] == padding.CHECKED
+    assert plan(task=f"{HERE}:Weighted")[1]["padding"] == first_batch.CHECKED
     problems, facts = plan()
     assert (problems, facts.get("padding")) == ([], None)
 
@@ -240,7 +240,7 @@ def test_a_loss_that_weights_its_rows_passes_and_one_of_examples_needs_no_trial(
 def test_what_cannot_be_tried_here_is_said(task, why):
     problems, facts = plan(task=f"{HERE}:{task}")
     assert problems == []
-    assert facts["padding"].startswith(padding.LEFT_OUT)
+    assert facts["padding"].startswith(first_batch.LEFT_OUT)
     assert why in facts["padding"]
 
 
@@ -261,5 +261,5 @@ def test_the_projects_own_task_passes_the_trial_that_it_is_spared(monkeypatch):
     data = {"paths": [__file__], "sequence_length": 8, "eval_fraction": 0.0}
     changes = {"task": "trainers.tasks.causal_lm:CausalLMTask", "data": data, "model": model, "loss": {"z_loss_weight": 0.1}}
     assert "padding" not in plan(**changes)[1]
-    monkeypatch.setattr(padding, "is_own", lambda task: False)
-    assert plan(**changes)[1]["padding"] == padding.CHECKED
+    monkeypatch.setattr(first_batch, "is_own", lambda task: False)
+    assert plan(**changes)[1]["padding"] == first_batch.CHECKED

@@ -8,7 +8,7 @@ from gangway.errors import UsageError
 from trainers.config import ModelConfig
 from trainers.config.model import RopeScaling
 from trainers.models.hf import config as hf_config
-from trainers.models.hf.meaning import differences, of_model
+from trainers.models.hf.computed import differences, of_model
 
 SIZES = {
     "vocab_size": 64,

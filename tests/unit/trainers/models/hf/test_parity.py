@@ -24,7 +24,7 @@ from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode
 from trainers.models.experts import load_balancing_loss
 from trainers.models.hf import config as hf_config
-from trainers.models.hf.meaning import of_model
+from trainers.models.hf.computed import of_model
 from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
 

@@ -16,7 +16,7 @@ from trainers.config.families import FAMILIES, OPTIONAL
 from trainers.config.model import RopeScaling
 from trainers.models.hf import config as hf_config
 from trainers.models.hf import keys
-from trainers.models.hf.meaning import Layer, Meaning, differences, of_model
+from trainers.models.hf.computed import Layer, Meaning, differences, of_model
 
 FOREIGN = (
     *(
