@@ -19,9 +19,9 @@ import numpy as np
 from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
+from trainers.data import view
 
-if TYPE_CHECKING:  # they import JAX: the first line is there before that
-    from trainers.data.view import Batch, Decode, Line
+if TYPE_CHECKING:  # it imports JAX: the first line is there before that
     from trainers.trainer.base_trainer import BaseTrainer
 
 
@@ -74,11 +74,11 @@ def build(arguments: Any) -> BaseTrainer:
 
 
 def lines(
-    trainer: BaseTrainer, num_examples: int, num_batches: int, decode: Decode | None = None, *, coloured: bool
-) -> Iterator[Line]:
+    trainer: BaseTrainer, num_examples: int, num_batches: int, decode: view.Decode | None = None, *, coloured: bool
+) -> Iterator[view.Line]:
     """Yields all that is shown. `decode` makes text of tokens; default: `decode_of`."""
-    from trainers.data import view
     from trainers.data.loader import HasNotes
+    from trainers.text import tokenizers
 
     data, arguments = trainer.dataset_train, trainer.arguments
     names, ignore_index = arguments.data.source_names, arguments.loss.ignore_index
@@ -102,16 +102,16 @@ def lines(
         yield heading(f"tokens of {name}")
         yield from view.histogram(lengths, batch["tokens"].shape[1])
     yield heading("what begins and ends a document")
-    yield from (((line, ""),) for line in specials_of(trainer))
+    yield from (((line, ""),) for line in tokenizers.specials(tokenizers.of(arguments)))
     yield heading(f"the first {num_rows:,} rows")
     yield from view.by_source(batch, names, ignore_index)
 
 
-def heading(text: str) -> Line:
+def heading(text: str) -> view.Line:
     return ((f"\n{text}", "bold"),)
 
 
-def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
+def first_rows(trainer: BaseTrainer, num_rows: int) -> view.Batch:
     """Returns the first rows of training, as `Batching.rows_of` makes them: with transforms, and before `prepare_batch`."""
     data: Any = trainer.dataset_train
     num_rows = getattr(data, "available", lambda stop: stop)(num_rows)
@@ -120,7 +120,7 @@ def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
     return trainer.assembly.batching.rows_of(data, range(num_rows))
 
 
-def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
+def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> view.Decode:
     """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer. With `specials`
     special tokens are shown, too. Raises UsageError for a task that decodes by itself."""
     from trainers.tasks.causal_lm import CausalLMTask
@@ -135,15 +135,8 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
     return own
 
 
-def specials_of(trainer: BaseTrainer) -> list[str]:
-    from trainers.text import tokenizers
-
-    return tokenizers.specials(tokenizers.of(trainer.arguments))
-
-
-def lengths_of(data: Any, batch: Batch) -> dict[str, np.ndarray]:
+def lengths_of(data: Any, batch: view.Batch) -> dict[str, np.ndarray]:
     """Returns the lengths of all documents, by source; of data that does not know them, those of the rows."""
-    from trainers.data import view
     from trainers.data.packed_rows import TrainingRows
 
     packed = getattr(data, "dataset", data)  # without the transforms around it

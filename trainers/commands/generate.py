@@ -121,11 +121,11 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
 
 
 def _text_of(path: str) -> str:
-    from trainers.data.sources import encoded as encoded_text
+    from trainers.data.sources.access import text_of
 
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        return encoded_text.text_of(content)
+        return text_of(content)
     except ValueError as error:
         raise UsageError(f"--prompts-file {path}: {error}") from error
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gangway.config.section import too_small
-from trainers.config.section import CheckedSection
+from trainers.config.section import CheckedSection, not_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,7 @@ class CheckpointConfig(CheckedSection):
         yield from too_small(self, 0, "save_after_step", "save_after_epochs")
         if not self.storage_patience_s > 0:
             yield f"storage_patience_s = {self.storage_patience_s}: expected a positive number of seconds"
-        if self.save_minutes is not None and not self.save_minutes > 0:
-            yield f"save_minutes = {self.save_minutes}: expected a positive number"
+        yield from not_positive(self, "save_minutes")
         needs = {"best": ("keep_best",), "every": ("keep_every_steps",), "all": ("keep_best", "keep_every_steps")}
         for name in needs.get(self.keep_model_only, ()):
             if getattr(self, name) is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from gangway.config.section import Section, require_none, too_small
-from trainers.config.section import CheckedSection
+from trainers.config.section import CheckedSection, not_positive
 
 BASE = "base"
 """The name of the frozen weights that LoRA adapts, among those of `frozen`."""
@@ -67,8 +67,7 @@ class LoraConfig(CheckedSection):
         yield from too_small(self, 1, "rank")
         yield from too_small(self, 0, "new_tokens")
         yield from not_readable(self, "base")
-        if self.alpha <= 0:
-            yield f"alpha = {self.alpha}: expected a positive number"
+        yield from not_positive(self, "alpha")
         if not 0 <= self.dropout < 1:
             yield f"dropout = {self.dropout}: expected 0 <= dropout < 1"
         for key, target in (*(("targets", target) for target in self.targets), *(("whole", name) for name in self.whole)):

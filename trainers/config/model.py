@@ -11,6 +11,7 @@ from gangway.config.conversion import convert_sections
 from gangway.config.section import Section, did_you_mean, require, require_none, too_small
 from trainers.config.attention import EXCHANGES, KERNELS
 from trainers.config.families import FAMILIES, OPTIONAL, Family, biased, misspelt
+from trainers.config.section import not_positive
 
 WHOLE_QUERY_SCALAR = ("gemma2", "gemma3")
 
@@ -286,9 +287,8 @@ class ModelConfig(Section):
         for name, known in (("context_attention", EXCHANGES), ("fp8", FP8)):
             if (chosen := getattr(self, name)) not in known:
                 yield f"{name} = {chosen!r}: expected one of {', '.join(known)}{did_you_mean(chosen, known)}"
-        for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap", *MULTIPLIERS):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                yield f"{name} = {value}: expected a positive number"
+        positive = ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap", *MULTIPLIERS)
+        yield from not_positive(self, *positive)
         yield from problems(self)
 
     @property

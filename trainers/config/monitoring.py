@@ -9,7 +9,7 @@ from typing import Literal
 
 from gangway.config.importable import is_installed
 from gangway.config.section import PATH, Section, did_you_mean, repeated, require, too_small
-from trainers.config.section import CheckedSection
+from trainers.config.section import CheckedSection, not_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,7 @@ class AnomalyConfig(CheckedSection):
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 0, "skip_before", "max_skipped")
         yield from too_small(self, 1, "spike_warmup_steps", "skipped_window_batches")
-        if not self.spike_zscore > 0:
-            yield f"spike_zscore = {self.spike_zscore}: expected a positive number"
+        yield from not_positive(self, "spike_zscore")
         if not 0 < self.spike_decay < 1:
             yield f"spike_decay = {self.spike_decay}: expected 0 < spike_decay < 1"
 

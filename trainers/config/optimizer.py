@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gangway.config.section import not_paths, not_patterns, too_small
-from trainers.config.section import CheckedSection
+from trainers.config.section import CheckedSection, not_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,7 @@ class ScheduleConfig(CheckedSection):
         if self.decay_ratio is not None and self.decay_steps is not None:
             yield f"decay_ratio = {self.decay_ratio}: decay_steps = {self.decay_steps} says the same; leave one of them out"
         yield from too_small(self, 1, "decay_steps", "cycle_steps", "cycle_growth")
-        if not self.power > 0:
-            yield f"power = {self.power}: expected a positive number"
+        yield from not_positive(self, "power")
         if self.name == "cosine_restarts" and self.cycle_steps is None:
             yield "cycle_steps = null: expected the length of the first cycle of cosine_restarts"
         if self.name == "tri_stage" and not self.final_factor > 0:
@@ -144,8 +143,7 @@ class OptimizerConfig(CheckedSection):
     """The arguments of `optax.<factory>`, instead of all settings above except `learning_rate`."""
 
     def _problems(self) -> Iterator[str]:
-        if not self.learning_rate > 0:
-            yield f"learning_rate = {self.learning_rate}: expected a positive number"
+        yield from not_positive(self, "learning_rate")
         yield from too_small(self, 0, "weight_decay", "eps")
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"betas = {list(self.betas)}: expected 0 <= beta < 1"
@@ -191,8 +189,7 @@ class LossScaleConfig(CheckedSection):
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "window_steps")
-        if not self.minimum > 0:
-            yield f"minimum = {self.minimum}: expected a positive number"
+        yield from not_positive(self, "minimum")
         if self.initial < self.minimum:
             yield f"initial = {self.initial}: expected at least minimum ({self.minimum})"
         if not self.growth_factor > 1:

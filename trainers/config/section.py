@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from gangway.config.conversion import convert_sections
 from gangway.config.section import Section, require_none
@@ -17,3 +18,11 @@ class CheckedSection(Section):
     def _problems(self) -> Iterator[str]:
         """Yields what is wrong with the values, a line each."""
         raise NotImplementedError
+
+
+def not_positive(config: Any, *names: str) -> Iterator[str]:
+    """Yields the problems of the fields that are not more than 0 (null passes)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            yield f"{name} = {value}: expected a positive number"

@@ -46,6 +46,7 @@ from trainers.config.monitoring import BUILT_IN
 from trainers.data import identity
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
+from trainers.diagnostics import memory
 from trainers.evaluation import score
 from trainers.evaluation.exact_match import questions
 from trainers.evaluation.validation import lacks_data
@@ -57,7 +58,7 @@ from trainers.parallel import host_memory
 from trainers.planning import first_batch
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.runtime.distributed import no_devices_yet
-from trainers.step.frozen import FrozenModel, shapes_of
+from trainers.step.frozen import shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.tasks.causal_lm import CausalLMTask
@@ -366,7 +367,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         if offloaded:
             facts["host_bytes_per_device"] = offloaded
         if frozen:
-            facts["frozen_bytes_per_device"] = frozen_bytes_per_device(frozen, sizes)
+            placed = [model.placed(abstract_mesh(sizes)) for model in frozen.values()]
+            facts["frozen_bytes_per_device"] = sum(map(memory.bytes_on_a_device, jax.tree.leaves(placed)))
     return facts
 
 
@@ -408,12 +410,6 @@ def state_bytes_per_device(
     pairs = zip(*map(jax.tree.leaves, (state.opt_state, shardings.opt_state) if offloaded else (state, shardings)), strict=True)
     leaves = [(leaf, sharding) for leaf, sharding in pairs if not offloaded or host_memory.is_offloaded(leaf)]
     return sum(num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in leaves)
-
-
-def frozen_bytes_per_device(models: Mapping[str, FrozenModel], mesh_sizes: Mapping[str, int]) -> int:
-    mesh = abstract_mesh(mesh_sizes)
-    leaves = (leaf for model in models.values() for leaf in jax.tree.leaves(model.placed(mesh)))
-    return sum(num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def abstract_mesh(mesh_sizes: Mapping[str, int]) -> Any:

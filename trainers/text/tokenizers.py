@@ -11,12 +11,13 @@ import inspect
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gangway.errors import DataMissingError, UsageError
 from trainers.config.arguments import TrainingArguments
@@ -32,19 +33,22 @@ PROBE = "a"
 NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     source: str
     """What it was made of, as `load` takes it."""
 
     @property
+    @abstractmethod
     def num_ids(self) -> int:
         """One more than the largest id: the least vocabulary that a model must have."""
 
     @property
+    @abstractmethod
     def separator(self) -> int | None:
         """The token after each document of a training text; None: there is none."""
 
     @property
+    @abstractmethod
     def begin(self) -> tuple[int, ...]:
         """The tokens before each text."""
 
@@ -52,24 +56,31 @@ class Tokenizer(Protocol):
         """Returns the tokens of the beginning of a text, such as a prompt: `begin` is before it, once, and nothing after it."""
         return begun(self.begin, self.encode_documents([text])[0])
 
+    @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, and nothing else."""
 
+    @abstractmethod
     def placed(self, text: str) -> Rendered | None:
         """Returns the tokens of a text, and where each is in it; None if this tokenizer does not tell."""
 
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    @abstractmethod
     def raw(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens with those that are special, such as the end of a text."""
 
+    @abstractmethod
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         """Returns the tokens of a conversation that the model is to go on with. `replaced`: (a text in what the template makes,
         the text in its place). Raises UsageError if there is no template."""
 
+    @abstractmethod
     def text_of(self, token: int | None) -> str | None:
         """Returns the text of one token; None if there is no such token."""
 
+    @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
         """Returns the tokens that end a text, or a turn of the assistant."""
 
@@ -77,9 +88,11 @@ class Tokenizer(Protocol):
         """Returns the texts that end a turn of the assistant, where that is no token of its own."""
         return ()
 
+    @abstractmethod
     def content(self) -> str:
         """Returns the digest of its files."""
 
+    @abstractmethod
     def digest(self) -> str:
         """Returns what tells this tokenizer from others, and from that of another version of the library that reads its files."""
 
@@ -172,7 +185,7 @@ class ByteTokenizer(Tokenizer):
         return BYTES
 
 
-class LibraryTokenizer(Tokenizer):
+class _OfLibrary(Tokenizer):
     """A tokenizer of a library: `_tokenizer` is its object, `_around` what that puts around a text."""
 
     _tokenizer: Any
@@ -187,7 +200,7 @@ class LibraryTokenizer(Tokenizer):
         return self._around.begin
 
 
-class FolderTokenizer(LibraryTokenizer):
+class FolderTokenizer(_OfLibrary):
     """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today.
     `defaults`: fields that it gets where a conversation has none of that name."""
 
@@ -392,7 +405,7 @@ class FolderTokenizer(LibraryTokenizer):
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-class FileTokenizer(LibraryTokenizer):
+class FileTokenizer(_OfLibrary):
     """A tokenizer in one file, as `tokenizers` writes it."""
 
     def __init__(self, path: str):

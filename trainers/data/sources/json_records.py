@@ -11,9 +11,8 @@ from gangway.config.section import repeated
 from gangway.errors import DataError
 from trainers.config.data import SourceConfig
 from trainers.data.documents import Record
-from trainers.data.sources.access import reading
+from trainers.data.sources.access import SURROGATE, ranges_of, read_text, reading, text_of
 from trainers.data.sources.bounds import BOM
-from trainers.data.sources.encoded import SURROGATE, ranges_of, read_text, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.data.sources.lines import LEAVE_OUT, LinesFile
 

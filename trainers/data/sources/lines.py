@@ -22,8 +22,7 @@ from trainers.config.data import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
 from trainers.data.sources import bounds
-from trainers.data.sources.access import reading, stamp
-from trainers.data.sources.encoded import ranges_of, text_of
+from trainers.data.sources.access import ranges_of, reading, stamp, text_of
 from trainers.data.sources.files import SourceFile
 
 FORMAT = 2

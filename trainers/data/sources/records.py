@@ -12,7 +12,7 @@ from gangway.errors import DataError, DataMissingError
 from trainers.config import DataConfig
 from trainers.config.data import SourceConfig
 from trainers.data.documents import TEXT, Record
-from trainers.data.sources.encoded import read_text
+from trainers.data.sources.access import read_text
 from trainers.data.sources.files import Listing, SourceFile, files_of, listing
 from trainers.data.sources.json_records import JsonLines, JsonList, json_file
 from trainers.data.sources.lines import Csv

@@ -13,7 +13,7 @@ from trainers.config.hf_files import BYTES
 from trainers.data import preparing
 from trainers.data.epoch_order import EpochOrder
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
-from trainers.data.sources.encoded import read_text
+from trainers.data.sources.access import read_text
 from trainers.data.sources.files import SourceFile, listing
 from trainers.data.sources.packed import packed
 from trainers.data.sources.records import tell_left_out
