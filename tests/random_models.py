@@ -11,7 +11,6 @@ from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES
 from trainers.config.model import MULTIPLIERS, RopeScaling
 from trainers.models.hf import keys
-from trainers.models.hf.computed import has_two_ropes
 from trainers.models.hf.config import FAMILY_OF, PAD_IS_NULL
 
 MODEL_TYPE_OF = {family: kind for kind, family in FAMILY_OF.items()}
@@ -254,7 +253,7 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
 
 
 def _ropes(draw: Draw, family: str) -> dict[str, Any]:
-    theta, two_ropes = draw.one(10_000.0, 50.0, 500), has_two_ropes(family)
+    theta, two_ropes = draw.one(10_000.0, 50.0, 500), FAMILIES[family].has_two_ropes
     llama3 = {**LLAMA3, **({"original_max_position_embeddings": 16} if draw.now_and_then(0.7) else {})}
     yarn = {"rope_type": "yarn", "factor": 4.0, **draw.one({}, {"original_max_position_embeddings": 16}, {"beta_fast": 3.0})}
     yarn |= draw.one({}, {"attention_factor": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"truncate": two_ropes})

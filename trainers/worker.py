@@ -28,19 +28,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
+from gangway.errors import code_missing, kind_of, user_frame, user_traceback
 from gangway.storage import failed_requests, usage
 from gangway.storage.documents import is_url
 from gangway.terminal import STANDARD_INPUT, shown
+from gangway.text import MAX_TRACEBACK, cut
 from gangway.wire import orders as orders_of
+from gangway.wire.events import Event, ExceptionRaised, FailureKind, Result
+from gangway.wire.orders import Command, Member, Precompile, Preparation, Start
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import load_attempts
-
-if TYPE_CHECKING:
-    from gangway.wire.events import Event, ExceptionRaised, FailureKind, Result
-    from gangway.wire.orders import Command, Member, Precompile, Preparation, Start
-    from trainers.runtime import Runtime
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -175,8 +175,6 @@ def prepare_or_explain(message: Preparation) -> Prepared:
     try:
         return prepare(message)
     except (ImportError, ValueError) as error:
-        from gangway.errors import code_missing
-
         # The parent's entries of `sys.path` come in PYTHONPATH; the rest is Python's own.
         own = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         explained = code_missing(error, socket.gethostname(), own)
@@ -215,8 +213,6 @@ def import_ahead(run_folder: str) -> None:
 
 
 def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
-    from trainers import runtime
-
     host = runtime.Runtime(
         pipe.send,
         restore_from=orders.get("restore_from"),
@@ -249,8 +245,6 @@ def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
 
 def precompile(prepared: Prepared, orders: Precompile, pipe: EventPipe) -> None:
     """Compiles and keeps the programs of a gang of this size, if the trainer can. Creates no state and trains nothing."""
-    from trainers import runtime
-
     host = runtime.Runtime(pipe.send, program_key=orders["program_key"])
     runtime.install(host)
     trainer = join(prepared, orders)
@@ -262,7 +256,6 @@ def precompile(prepared: Prepared, orders: Precompile, pipe: EventPipe) -> None:
 
 def join(prepared: Prepared, orders: Member) -> Any:
     """Joins the gang, and returns the trainer."""
-    from trainers import runtime
     from trainers.runtime import distributed
 
     host = runtime.current()
@@ -293,7 +286,6 @@ def leave() -> None:
 
 def result(trainer: Any) -> Result:
     from gangway.stop_reason import StopReason
-    from trainers import runtime
     from trainers.runtime.context import plain
 
     host, output = runtime.current(), getattr(trainer, "output", None)
@@ -336,7 +328,7 @@ def listen(host: Any) -> None:
     threading.Thread(target=heartbeat_loop, args=(host,), name="heartbeat", daemon=True).start()
 
 
-def read_commands(host: Runtime) -> None:
+def read_commands(host: runtime.Runtime) -> None:
     """Reads later orders. When the input ends, the agent is gone, and nobody else would ever stop this process."""
     for line in messages:
         try:
@@ -346,7 +338,7 @@ def read_commands(host: Runtime) -> None:
     finish(FAILED_EXIT_CODE)
 
 
-def obey(host: Runtime, command: Command) -> None:
+def obey(host: runtime.Runtime, command: Command) -> None:
     match command["cmd"]:
         case "stop":
             host.request_stop(command["reason"])
@@ -386,10 +378,6 @@ def report_requests(host: Any) -> None:
 
 
 def exception_event(error: BaseException) -> ExceptionRaised:
-    from gangway.errors import kind_of, user_frame, user_traceback
-    from gangway.text import MAX_TRACEBACK, cut
-    from trainers import runtime
-
     frame = user_frame(error)
     return {
         "t": time.time(),

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gangway import program
+from gangway import program, user_modules
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from gangway.storage import json_text
@@ -57,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def named_by(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Returns what guards the imports: without CONFIG whoever made the checkpoint has written what is imported."""
-    from gangway import user_modules
-
     return nullcontext() if options.config is not None else user_modules.named_by_data(options.source, options.trust_code)
 
 

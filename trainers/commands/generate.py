@@ -23,19 +23,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangway import program
+from gangway import program, user_modules
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from gangway.surroundings import allow_for_forced_devices
+from trainers.config.arguments import TrainingArguments
+from trainers.models.hf import vision_config
+from trainers.text import tokenizers
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     import numpy as np
 
     from trainers.checkpoint.weights import Weights
-    from trainers.config.arguments import TrainingArguments
     from trainers.data.image_prompts import ImagePrompts
     from trainers.evaluation.generation import Continuation, Generator
-    from trainers.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Opened:
     task: Any
     texts: Any
     """What encodes and decodes texts: the task, if it can."""
-    tokenizer: Tokenizer
+    tokenizer: tokenizers.Tokenizer
     window: int
     """The longest text that the model was made for, in tokens."""
     images: ImagePrompts | None
@@ -61,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     texts = prompts_of(options)
     tell(f"reading {options.source}")
     # Whoever made the run or the folder has written what it names.
-    from gangway import user_modules
 
     with user_modules.named_by_data(options.source, options.trust_code):
         return run(options, texts)
@@ -174,19 +174,16 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
 
 def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
     """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
-    from gangway.user_modules import load_object
     from trainers.commands.saved_models import arguments_of, files_of, look
     from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
-    from trainers.models.hf import vision_config
     from trainers.tasks.causal_lm import CausalLMTask
     from trainers.tasks.image_text import ImageTextTask
-    from trainers.text import tokenizers
 
     found = look(source, step)
     arguments = arguments_of(found)
     arguments = replace(arguments, dtype=dtype or _dtype(found, arguments))
-    task = load_object(arguments.task)(arguments)
+    task = user_modules.load_object(arguments.task)(arguments)
     reads_images = isinstance(task, ImageTextTask)
     texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task
     if not can_generate(texts):
@@ -244,7 +241,7 @@ def stop_ids(opened: Opened, options: argparse.Namespace) -> tuple[int, ...]:
     return (*opened.tokenizer.stop_ids(), *(token for token in asked if token is not None))
 
 
-def _stop_id(tokenizer: Tokenizer, text: str) -> int | None:
+def _stop_id(tokenizer: tokenizers.Tokenizer, text: str) -> int | None:
     """Returns the special token that a text is; None if it has none. Raises UsageError for one with more: no continuation
     has it, for special tokens are not shown."""
     (tokens,) = tokenizer.encode_documents([text])

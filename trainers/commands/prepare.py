@@ -17,18 +17,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from gangway.storage.documents import is_url
+from trainers.config.arguments import TrainingArguments
 from trainers.config.data import SourceConfig
 from trainers.console.progress import progress_on
-
-if TYPE_CHECKING:  # the first line is there before it is imported
-    from trainers.config.arguments import TrainingArguments
-    from trainers.data.prepared import PreparedDocuments
+from trainers.data.prepared import PREPARED, PreparedDocuments
 
 TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
@@ -69,7 +66,8 @@ def prepare(options: argparse.Namespace) -> None:
 
     arguments = read(options.config, options.overrides)
     output = output_of(options, arguments)
-    sources = sources_of(arguments)
+    # By the name of their folder.
+    sources: dict[str, SourceConfig] = {source.name: source for source in arguments.data.mixture} or {"data": arguments.data}
     if options.train_bpe is not None:
         if TOKENIZER in sources:
             raise UsageError(
@@ -91,11 +89,6 @@ def output_of(options: argparse.Namespace, arguments: TrainingArguments) -> Path
             f"{given} is no folder: tokens are mapped from files; give --output FOLDER, on a mount that all hosts have"
         )
     return Path(os.path.expanduser(given))
-
-
-def sources_of(arguments: TrainingArguments) -> dict[str, SourceConfig]:
-    """Returns the sources of a configuration by the name of their folder."""
-    return {source.name: source for source in arguments.data.mixture} or {"data": arguments.data}
 
 
 def with_tokenizer(arguments: TrainingArguments, sources: list[SourceConfig], vocab_size: int, folder: Path) -> TrainingArguments:
@@ -120,7 +113,6 @@ def prepare_source(
 ) -> PreparedDocuments:
     """Returns the documents of a source in `folder`: made now, or found there and checked, each byte of them."""
     from trainers.data.encoders import encoder_of
-    from trainers.data.prepared import PREPARED, PreparedDocuments
     from trainers.data.preparing import Source, check, make
     from trainers.data.sources.records import open_told
 

@@ -18,6 +18,7 @@ from gangway.storage.documents import is_url, join
 from gangway.storage.row import CHECKPOINTS
 from gangway.user_modules import note_names
 from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.config.hf_files import BYTES, has_tokenizer
 from trainers.config.model import OF_EXECUTION
 from trainers.settings import recorded
 
@@ -44,7 +45,6 @@ def arguments_of(found: Weights) -> TrainingArguments:
 
 def _arguments_of_folder(found: Weights) -> TrainingArguments:
     from trainers.config import DataConfig, ModelConfig
-    from trainers.config.hf_files import BYTES, has_tokenizer
     from trainers.models.hf.pretrained import OF_IMAGES
     from trainers.models.hf.vision_config import ImageTextConfig
 
@@ -65,7 +65,6 @@ def _arguments_of_folder(found: Weights) -> TrainingArguments:
 
 def _arguments_of_run(found: Weights) -> TrainingArguments:
     """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
-    from trainers.config.hf_files import has_tokenizer
 
     note_names(found.meta["arguments"])
     known = {item.name for item in dataclasses.fields(TrainingArguments)}
@@ -105,14 +104,12 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
     lora = theirs.lora or arguments.lora  # for a model without adapters see `without_adapters`
     if lora is not None and theirs.lora is None:
         lora = dataclasses.replace(lora, new_tokens=0)  # it has the vocabulary of its folder
-    if arguments.lora is not None and lora is not None and not _is_there(str(lora.base)):
-        lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
+    if arguments.lora is not None and lora is not None:
+        base = str(lora.base)
+        # Whether a bucket still has it, its reader finds out.
+        if not is_url(base) and not Path(os.path.expanduser(base)).exists():
+            lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
     return dataclasses.replace(arguments, model=model, vision=vision, data=data, lora=lora)
-
-
-def _is_there(base: str) -> bool:
-    # Whether a bucket still has it, its reader finds out.
-    return is_url(base) or Path(os.path.expanduser(base)).exists()
 
 
 def without_adapters(source: str, arguments: TrainingArguments) -> TrainingArguments:

@@ -50,6 +50,11 @@ class Family:
     whole_heads: bool = False
     """transformers loads only models whose width is a multiple of `num_heads`, even if `head_dim` says the channels of a head."""
 
+    @property
+    def has_two_ropes(self) -> bool:
+        """Layers with a window turn by angles of their own."""
+        return "local_rope_theta" in self.settings
+
 
 BIASES = frozenset({"attention_bias", "mlp_bias"})
 EVERY_OTHER = ROTARY | {"window", "global_every"}

@@ -39,17 +39,13 @@ def problems(model: Any) -> Iterator[str]:
     if scalar is not None and scalar != int(scalar) and model.family in WHOLE_QUERY_SCALAR:
         yield f"query_scalar = {scalar}: the family {model.family} has a whole number"
     scaling = model.rope_scaling
-    if scaling is not None and not scaling.truncate and _has_two_ropes(model):
+    if scaling is not None and not scaling.truncate and model.structure.has_two_ropes:
         yield f"rope_scaling.truncate = false: the family {model.family} has none such; leave it out"
-    if model.local_rope_theta is None and model.window is not None and model.rope_scaling is not None and _has_two_ropes(model):
+    if model.local_rope_theta is None and model.window is not None and scaling is not None and model.structure.has_two_ropes:
         yield (
             f"local_rope_theta = null: rope_scaling is that of the layers without a window in the family {model.family}; set "
             f"local_rope_theta, the rope_theta of the others (such as 10000.0)"
         )
-
-
-def _has_two_ropes(model: Any) -> bool:
-    return "local_rope_theta" in model.structure.settings
 
 
 def _lacking(model: Any) -> Iterator[str]:

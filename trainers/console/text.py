@@ -40,7 +40,8 @@ def clock_time(elapsed_s: float) -> str:
 
 def printable(text: str) -> str:
     """Replaces control characters: texts of a model or a program must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" or _is_space(c) else "·" for c in text.expandtabs(4))
+    # Of spaces Python counts as printable the plain one alone; there are those of Chinese texts, and before a unit.
+    return "".join(c if c.isprintable() or c == "\n" or unicodedata.category(c) == "Zs" else "·" for c in text.expandtabs(4))
 
 
 def plain_console(**how: Any) -> Console:
@@ -66,11 +67,6 @@ def table_console() -> Console:
     """Returns a console for tables. Of a file or a pipe a row is one line, whatever its length."""
     screen = plain_console()
     return screen if screen.is_terminal else plain_console(width=WIDE)
-
-
-def _is_space(character: str) -> bool:
-    # Python counts as printable the plain one alone; there are those of Chinese texts, and before a unit.
-    return unicodedata.category(character) == "Zs"
 
 
 def sentence(text: str) -> str:

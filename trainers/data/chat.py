@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -322,7 +323,7 @@ def with_arguments(tokenizer: FolderTokenizer, chat: Conversation) -> Conversati
     DataError if it does so of neither."""
     if not any(message.get(TOOL_CALLS) for message in chat.messages):
         return chat
-    for form in (dict, json_of):
+    for form in (dict, partial(json.dumps, ensure_ascii=False)):
         if all(_writes_json(tokenizer, chat, index, form) for index in chat.answers if chat.messages[index].get(TOOL_CALLS)):
             return chat._replace(messages=[_with_form(message, form) for message in chat.messages])
     text = turns.rendered(tokenizer, chat)  # it may refuse the calls for a reason of its own
@@ -335,10 +336,6 @@ def with_arguments(tokenizer: FolderTokenizer, chat: Conversation) -> Conversati
         f"the chat template of {tokenizer.source} writes the arguments of {TOOL_CALLS} neither as JSON, nor without quotes: give "
         f"a template that does, or {leave_out([TOOL_CALLS])}"
     )
-
-
-def json_of(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_form(message: Mapping[str, Any], form: Any, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

@@ -114,22 +114,14 @@ class IteratedLoader:
 
     def _read(self, k: int) -> HostBatch | None:
         """Returns the host's batch k; None if there is none."""
-        stream = self._stream
-        if stream.go_to(k, stream.position - len(self._kept)):
-            self._kept.clear()
-        began_s, first = time.monotonic(), stream.position
-        while stream.position <= k and not stream.ended:
-            try:
-                drawn = stream.read()
-            except StopIteration:
-                break
-            self._kept.append(self._checked(drawn, stream.position - 1))
-        if stream.position - first > KEPT_BATCHES:
+        began_s = time.monotonic()
+        num_read = self._stream.read_to(k + 1, self._kept, self._checked)
+        if num_read > KEPT_BATCHES:
             self.note(
-                f"the loader of batches cannot be positioned: {stream.position - first - 1} batches were drawn and dropped to "
-                f"find batch {k}, in {time.monotonic() - began_s:.1f} s"
+                f"the loader of batches cannot be positioned: {num_read - 1} batches were drawn and dropped to find batch "
+                f"{k}, in {time.monotonic() - began_s:.1f} s"
             )
-        return self._kept[k - stream.position] if k < stream.position else None
+        return self._kept[k - self._stream.position] if k < self._stream.position else None
 
     def _checked(self, drawn: Any, k: int) -> HostBatch:
         """Returns a batch with all rows of this host, `weight` and `sample_id`. Raises DataError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -113,6 +114,20 @@ class Stream:
             return False
         self._set(nearest)
         return True
+
+    def read_to(self, stop: int, kept: deque[Any], checked: Callable[[Any, int], Any]) -> int:
+        """Reads until `stop` items were read, or there are no more, and returns how many it has read. `kept` has the last items
+        before the position, as `checked(item, index)` returns them; goes back if `stop` comes before them."""
+        if self.go_to(stop - 1, self.position - len(kept)):
+            kept.clear()
+        first = self.position
+        while self.position < stop and not self.ended:
+            try:
+                item = self.read()
+            except StopIteration:
+                break
+            kept.append(checked(item, self.position - 1))
+        return self.position - first
 
     def state_at(self, position: int) -> str | None:
         """Returns the state before item `position`, as text; None if it is not known."""

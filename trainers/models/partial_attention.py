@@ -60,12 +60,6 @@ class Gradients(NamedTuple):
     value_BSKC: jax.Array
 
 
-def together(values: Any) -> Any:
-    """Returns the values, so that all of what is computed of them depends on all of them. In a loop over layers JAX would else
-    compute once, and keep, what depends on tokens alone: who sees whom, for all pairs of tokens."""
-    return jax.lax.optimization_barrier(values)
-
-
 def joined(one: Part, other: Part) -> Part:
     """Returns what tokens get of both parts of the keys."""
     log_sum = jnp.logaddexp(one.log_sum_BTKG, other.log_sum_BTKG)
@@ -84,7 +78,9 @@ def forward(
 ) -> Part:
     """Returns what the queries get of these keys. A token sees those of its segment in its own slot and in slots before it, less
     than `reach` away."""
-    query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach = together(
+    # All of what is computed of these depends on all of them, here and backward: in a loop over layers JAX would else compute
+    # once, and keep, what depends on tokens alone: who sees whom, for all pairs of tokens.
+    query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach = jax.lax.optimization_barrier(
         (query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach)
     )
     keys = _blocks(score.keys, (key_BSKC, value_BSKC), of_keys, IS_SEEN_BY_NOTHING)
@@ -135,7 +131,7 @@ def backward(
 ) -> Gradients:
     """Returns the gradients by these queries, keys and values, given that of what the queries get of all keys. `whole` is what
     they get of all keys, of which these may be a part."""
-    query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach, gradient_BTKGC = together(
+    query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach, gradient_BTKGC = jax.lax.optimization_barrier(
         (query_BTKGC, key_BSKC, value_BSKC, of_queries, of_keys, reach, gradient_BTKGC)
     )
     gradient = gradient_BTKGC.astype(jnp.float32)

@@ -155,7 +155,7 @@ def test_each_command_has_streams_that_cannot_fail():
     passes_on["orchestrator.tracking.__main__"] = "orchestrator.tracking.mlflow_shipper"
     names = ["orchestrator.gangway", *(passes_on.get(command.module, command.module) for command in COMMANDS.values())]
     mains = {name: inspect.getsource(importlib.import_module(name).main) for name in names}
-    assert [name for name, source in mains.items() if not re.match(r"@command\([^@]*\)\ndef main\(", source)] == []
+    assert [name for name, source in mains.items() if not re.match(r"@(program\.)?command\([^@]*\)\ndef main\(", source)] == []
 
 
 def test_an_error_that_its_user_can_mend_is_one_line_and_others_are_none_of_it(capsys):

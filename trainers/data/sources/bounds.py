@@ -86,10 +86,10 @@ class _Feed:
         self.given.append(line)
         return line.decode("latin-1")
 
-    def take_back(self, number: int) -> None:
-        """Takes back all lines but the first `number`."""
-        self.waiting.extendleft(reversed(self.given[number:]))
-        del self.given[number:]
+    def take_back(self) -> None:
+        """Takes back all lines but the first."""
+        self.waiting.extendleft(reversed(self.given[1:]))
+        del self.given[1:]
 
     def skip_mark(self) -> int:
         """Leaves out the mark of UTF-8 in front of the first line, and returns the bytes that it has."""
@@ -112,7 +112,7 @@ def _taken(reader: Any, feed: _Feed, num_values: int | None) -> tuple[bytes, int
     except StopIteration:
         return None
     if not is_good:
-        feed.take_back(1)
+        feed.take_back()
     return b"".join(feed.given), num_found
 
 

@@ -211,7 +211,7 @@ def _images(paths: Sequence[Path]) -> ImageFiles | ParquetImages:
     # Folders of images are large: one look at each.
     listed = [(path, [path] if path.is_file() else sorted(path.rglob("*"))) for path in paths]
     parquet = [file for path, files in listed for file in files if file == path or file.match(f"*{PARQUET}")]
-    found = [(file.relative_to(path), file) for path, files in listed for file in files if _is_image(file)]
+    found = [(file.relative_to(path), file) for path, files in listed for file in files if file.suffix.lower() in SUFFIXES]
     images = ParquetImages(parquet) if parquet else ImageFiles(found)
     read, kind = ({*parquet}, f"are no {PARQUET}") if parquet else ({file for _, file in found}, "are no images")
     for path, files in listed:
@@ -224,7 +224,3 @@ def _images(paths: Sequence[Path]) -> ImageFiles | ParquetImages:
             f"{', '.join(SUFFIXES)}, or files {PARQUET}"
         )
     return images
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES

@@ -157,28 +157,21 @@ class IterableSource:
     def _read_to(self, stop: int) -> int:
         """Reads until `stop` examples were read, or there are no more; returns the position. Goes back if `stop` is no longer
         kept."""
-        began_s, skipped, stream = time.monotonic(), 0, self._stream
-        if stream.go_to(stop - 1, stream.position - len(self._kept)):
-            self._kept.clear()
-        while stream.position < stop and not stream.ended:
-            skipped += stop - stream.position > self.num_kept
-            self._read_one()
-        if skipped:
+        began_s = time.monotonic()
+        skipped = self._stream.read_to(stop, self._kept, _numbered) - self.num_kept
+        if skipped > 0:
             self.note(
                 f"the training data cannot be positioned: {skipped} examples were read and thrown away to find the position, in "
                 f"{time.monotonic() - began_s:.1f} s; data with __getitem__ would cost nothing"
             )
-        return stream.position
+        return self._stream.position
 
-    def _read_one(self) -> None:
-        try:
-            example = self._stream.read()
-        except StopIteration:
-            return
-        if not isinstance(example, Mapping):
-            raise DataError(f"the training data gave {type(example).__name__}: expected a dict of arrays by name")
-        # A `sample_id` of the data itself takes the place of the count.
-        self._kept.append({"sample_id": np.asarray(self._stream.position - 1, np.int32), **example})
+
+def _numbered(example: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(example, Mapping):
+        raise DataError(f"the training data gave {type(example).__name__}: expected a dict of arrays by name")
+    # A `sample_id` of the data itself takes the place of the count.
+    return {"sample_id": np.asarray(index, np.int32), **example}
 
 
 def random_access(dataset: Any, arguments: TrainingArguments, note: Callable[[str], None]) -> Any:

@@ -210,7 +210,7 @@ def _problems(family: str, given: Json) -> Iterator[str]:
 
 
 def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
-    if has_two_ropes(family) and given.get("rope_parameters"):
+    if FAMILIES[family].has_two_ropes and given.get("rope_parameters"):
         if given.get("rope_scaling"):
             yield "rope_scaling, rope_parameters: both say how positions are scaled; delete one of them"
         if other := sorted(set(given["rope_parameters"]) - {FULL, SLIDING}):
@@ -231,7 +231,7 @@ def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
             yield from keys.problems(rope, keys.OF_ROPE_TYPE[kind], f"rope_type {kind}", f"{where}.")
             for name in sorted({*keys.NEEDED_OF_ROPE[kind]} - set(rope)):
                 yield f"{where}.{name} is missing: rope_type {kind} needs it"
-        if has_two_ropes(family) and where == "rope_scaling" and "rope_type" not in rope and kind != "default":
+        if FAMILIES[family].has_two_ropes and where == "rope_scaling" and "rope_type" not in rope and kind != "default":
             yield f"rope_scaling.type = {kind!r}: transformers reads rope_type alone in the family {family}; name it rope_type"
         if {"type", "rope_type"} <= set(rope) and rope["type"] != rope["rope_type"]:
             yield f"{where}: rope_type = {rope['rope_type']!r}, type = {rope['type']!r}: both say the same; delete one of them"
@@ -272,16 +272,12 @@ def kind_of(rope: Json) -> Any:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def has_two_ropes(family: str) -> bool:
-    return "local_rope_theta" in FAMILIES[family].settings
-
-
 def ropes(family: str, given: Json) -> dict[str, Any]:
     """Returns the sections that say the rotary positions, by where they stand in the file. Of a family with two, the first is of
     the layers without a window."""
     named = given.get("rope_parameters") or {}
     scaling = given.get("rope_scaling") or {}
-    if not has_two_ropes(family):
+    if not FAMILIES[family].has_two_ropes:
         # The first of them that says anything.
         return {"rope_scaling": scaling} if scaling else {"rope_parameters": named}
     if not named:

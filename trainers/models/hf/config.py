@@ -215,7 +215,7 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         "max_position_embeddings": max(max_length, _stretched(config.rope_scaling)),
         **_write_window(config),
         **_write_experts(config),
-        **_write_biases(config),
+        **{name: getattr(config, name) for name in ("attention_bias", "mlp_bias") if name in config.structure.settings},
         **({"pad_token_id": None} if config.family in PAD_IS_NULL else {}),
         **(_write_ropes_of_olmo3(config) if config.family == "olmo3" else {}),
         **({"no_rope_layers": list(map(int, config.turned_layers))} if config.family == "smollm3" else {}),
@@ -241,10 +241,6 @@ def _write_window(config: ModelConfig) -> dict[str, Any]:
     if config.family not in WINDOW_IN_ALL:
         about["layer_types"] = [SLIDING if local else FULL for local in config.local_layers]
     return about
-
-
-def _write_biases(config: ModelConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in ("attention_bias", "mlp_bias") if name in config.structure.settings}
 
 
 def _write_ropes_of_olmo3(config: ModelConfig) -> dict[str, Any]:

@@ -73,10 +73,6 @@ def _classes_of_phi3(found: Any) -> bool:
     return isinstance(found, Mapping) and found.items() <= classes.items()
 
 
-def _all_full(found: Any) -> bool:
-    return TEXTS.fits(found) and set(found) == {"full_attention"}
-
-
 Keys = Mapping[str, Kind]
 
 ABOUT_THE_FILE: Keys = dict.fromkeys(
@@ -215,7 +211,10 @@ OF_FAMILY: Mapping[str, Keys] = {
         "use_sliding_window": OFF,
         "sliding_window": ANY,
         "max_window_layers": ANY,
-        "layer_types": Kind("full_attention alone, or null", lambda found: found is None or (_all_full(found))),
+        "layer_types": Kind(
+            "full_attention alone, or null",
+            lambda found: found is None or (TEXTS.fits(found) and set(found) == {"full_attention"}),
+        ),
     },
     "olmo2": {**DECODER, **BIAS, **HEAD_DIM},
     "olmo3": {**DECODER, **BIAS, **HEAD_DIM, **WINDOW, "layer_types": or_null(TEXTS)},
