@@ -32,7 +32,6 @@ from cluster.hosts.process_env import compile_cache_dir
 from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundle, Bundles, View, bundle_of, living_nodes
 from cluster.placement.cleanup import clear, find_agent
-from cluster.placement.placement_groups import wait_answers
 from gangway.waits import Beside, CheckStop, do_nothing, wait_until
 from gangway.wire.answers import TakenOver
 from gangway.wire.orders import MachineOrders
@@ -440,7 +439,7 @@ class Gang:
         # First only the recorded members: a spare without a machine never answers, and waiting for it takes the whole timeout.
         for candidates in (recorded, self.slots):
             refs = [slot.probe for slot in candidates if slot.probe is not None]
-            wait_answers(refs, time.monotonic() + ADOPT_TIMEOUT_S, check_stop)
+            placement_groups.wait_answers(refs, time.monotonic() + ADOPT_TIMEOUT_S, check_stop)
             self._probes.take_answers(self.slots)
             by_number = {slot.number: slot for slot in self.slots}
             leads = {slot.number: slot.description for slot in self.slots if slot.description is not None}

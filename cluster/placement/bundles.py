@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -140,7 +139,7 @@ class Bundles:
         """Asks again for the shared group, which somebody has removed (not for TPU slices). The new group may be pending."""
         self.groups.remove(gone)
         group = self._ask_for_group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), ())
-        self.unassigned = [dataclasses.replace(bundle, group=group) for bundle in self.unassigned]
+        self.unassigned = [replace(bundle, group=group) for bundle in self.unassigned]
         return group
 
     def _release(self, bundle: Bundle) -> None:

@@ -20,8 +20,6 @@ from typing import Any, Literal, TypeVar
 
 from gangway.config import near_keys
 from gangway.config.masking import masked
-from gangway.config.near_keys import arms as arms_of
-from gangway.config.near_keys import section_of
 from gangway.config.section import default_of, did_you_mean
 from gangway.config.yaml_source import KeyPath, Source, shown
 from gangway.text import shortened
@@ -89,7 +87,7 @@ def convert_sections(config: Any) -> Iterator[str]:
 def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
     """Corrects what YAML cannot know without the type of a value: text stays as written, an empty section counts as absent."""
     text = source.origins[path].text if path in source.origins else None
-    if isinstance(value, str | int | float) and (key := getattr(section_of(hint), "shorthand", None)):
+    if isinstance(value, str | int | float) and (key := getattr(near_keys.section_of(hint), "shorthand", None)):
         return {key: str(value) if text is None else text}
     if text is not None and _is_text(hint) and not _means_null(hint, value, text):
         return text
@@ -103,12 +101,12 @@ def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
 
 
 def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, source: Source) -> dict[Any, Any]:
-    section = section_of(hint)
+    section = near_keys.section_of(hint)
     hints = hints_of(section) if section else {}
     result = {}
     for key, item in values.items():
         item_hint = hints.get(key, _item_hint(hint))
-        is_empty = item is None and section_of(item_hint) and types.NoneType not in arms_of(item_hint)
+        is_empty = item is None and near_keys.section_of(item_hint) and types.NoneType not in near_keys.arms(item_hint)
         if is_empty and section is not None:
             continue  # an empty section: its defaults hold
         # Sections whose names the user gives: an empty one exists.
@@ -118,20 +116,20 @@ def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, sou
 
 def _means_null(hint: Any, value: Any, text: str) -> bool:
     """Returns whether a YAML null means null. An empty value is empty text where null is not allowed."""
-    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and types.NoneType in arms_of(hint)))
+    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and types.NoneType in near_keys.arms(hint)))
 
 
 def _is_text(hint: Any) -> bool:
-    return set(arms_of(hint)) <= {str, types.NoneType}
+    return set(near_keys.arms(hint)) <= {str, types.NoneType}
 
 
 def _is_number(hint: Any) -> bool:
-    return set(arms_of(hint)) <= {int, float, types.NoneType}
+    return set(near_keys.arms(hint)) <= {int, float, types.NoneType}
 
 
 def _item_hint(hint: Any, number: int = 0) -> Any:
     """Returns the type of an item of a list, or of the values of a mapping."""
-    for arm in arms_of(hint):
+    for arm in near_keys.arms(hint):
         args = typing.get_args(arm)
         if typing.get_origin(arm) in LISTS:
             return args[number if number < len(args) and args[-1] is not Ellipsis else 0] if args else Any
@@ -156,8 +154,8 @@ class _Conversion:
 
     def value(self, hint: Any, value: Any, path: KeyPath) -> Any:
         """Returns the value in the type of `hint`. Raises _WrongError."""
-        arms = arms_of(hint)
-        section = section_of(hint)
+        arms = near_keys.arms(hint)
+        section = near_keys.section_of(hint)
         if Any in arms or (value is None and types.NoneType in arms) or (section and isinstance(value, section)):
             return value
         if isinstance(value, str) and (key := getattr(section, "shorthand", None)):

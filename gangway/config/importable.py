@@ -13,8 +13,6 @@ from typing import Any
 LAUNCHING = "GANGWAY_LAUNCHING"
 """The variable that is set in the processes that `launch` starts: they import the user's file again, and must not train what it
 trains."""
-OWN = "trainers"
-"""The package whose classes and functions the documents of any checkpoint may name."""
 MOVE = "write it at the top level of a file, such as pieces.py, and import it from there"
 
 

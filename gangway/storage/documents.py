@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gangway.storage import json_text, opening, ours, shapes
-from gangway.storage.json_text import SUFFIX, show_not_finite
-from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageRefused
 
 DOCUMENT = ours.named("a document of a run", r"[\w.-]+\.json")
@@ -53,7 +51,7 @@ def write_json(path: Where, data: Any) -> None:
 
 def write_text(path: Where, text: str) -> None:
     """Like `write_json`, for a document that is text already."""
-    place_of(path).put(text.encode())
+    opening.place_of(path).put(text.encode())
 
 
 def create_json(path: Where, data: Any) -> bool:
@@ -68,7 +66,7 @@ def create_json(path: Where, data: Any) -> bool:
 
 def create_text(path: Where, text: str) -> bool:
     """Like `create_json`, for a document that is text already."""
-    return place_of(path).create(text.encode())
+    return opening.place_of(path).create(text.encode())
 
 
 def read_json(path: Where) -> Any | None:
@@ -80,7 +78,7 @@ def read_json(path: Where) -> Any | None:
 def read_bytes(path: Where) -> bytes | None:
     """Returns the bytes of a document; None if there is none. Raises DamagedDocument if a folder is in its place, and OSError."""
     try:
-        return place_of(path).get()
+        return opening.place_of(path).get()
     except StorageRefused as error:
         if error.errno != errno.EISDIR:
             raise
@@ -100,14 +98,14 @@ def parse(content: str | bytes, where: object) -> Any:
 
 def exists(path: Where) -> bool:
     """Whether there is such a document, or such a folder. Raises OSError if that cannot be found out."""
-    place = place_of(path)
+    place = opening.place_of(path)
     # In a bucket what is asked for by this is a folder, most often: one request tells that.
     return place.is_dir() or place.exists() if is_url(path) else place.exists() or place.is_dir()
 
 
 def delete(path: Where) -> None:
     """Deletes one document of a run, if there is one. Raises OSError."""
-    ours.delete(place_of(path) if is_url(path) else path, DOCUMENT)
+    ours.delete(opening.place_of(path) if is_url(path) else path, DOCUMENT)
 
 
 FORMAT, DIGEST = "format", "digest"
@@ -140,7 +138,7 @@ class DocumentKind:
     def parse(self, text: str | bytes, where: object) -> dict[str, Any]:
         """Returns the contents of a document. Raises DamagedDocument or NewerDocument, which name it as `where`."""
         # Most documents have no such numbers, and a restart reads several.
-        marked = (SUFFIX.encode() if isinstance(text, bytes) else SUFFIX) in text  # type: ignore[operator]
+        marked = (json_text.SUFFIX.encode() if isinstance(text, bytes) else json_text.SUFFIX) in text  # type: ignore[operator]
         return self.checked(parse(text, where), where, marked=marked)
 
     def checked(self, document: Any, where: object, *, marked: bool = True) -> dict[str, Any]:
@@ -149,7 +147,7 @@ class DocumentKind:
             raise DamagedDocument(f"{where}: damaged: expected a JSON object, found {type(document).__name__}")
         contents = {key: value for key, value in document.items() if key not in (FORMAT, DIGEST)}
         if marked:
-            contents = show_not_finite(contents)
+            contents = json_text.show_not_finite(contents)
         # A document of a program before there were formats may have a digest.
         written_as = document.get(FORMAT, self.format if self.without_format else None)
         unmarked = self.without_format and FORMAT not in document and DIGEST not in document
@@ -212,7 +210,7 @@ def set_aside(path: Where) -> str | None:
     if that is not possible."""
     if is_url(path):
         with suppress(OSError):
-            return _set_object_aside(place_of(path))
+            return _set_object_aside(opening.place_of(path))
         return None
     where = str(path)
     for number in range(1, 1000):

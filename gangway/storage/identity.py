@@ -12,7 +12,6 @@ import uuid
 from typing import NamedTuple, NotRequired, TypedDict
 
 from gangway.storage import documents
-from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.mounts import TABLE, mount_of, parse
 from gangway.storage.object_store import BRIEFLY
 from gangway.storage.opening import place_of
@@ -35,7 +34,7 @@ class _Document(TypedDict):
     """Which folder of which disk that was: a folder that is moved on its disk stays the same, and a copy is another one."""
 
 
-KIND = DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", without_format=False)
+KIND = documents.DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", without_format=False)
 
 
 class Identity(NamedTuple):
@@ -54,7 +53,7 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
     notes: tuple[str, ...] = ()
     try:
         known = KIND.read(path)
-    except DamagedDocument as error:
+    except documents.DamagedDocument as error:
         known, notes = None, (KIND.set_aside(path, error),)
     moved = known is None or known["folder"] != folder
     disk = _disk(folder) if moved else None
@@ -102,7 +101,7 @@ def _of_bucket(url: str) -> Identity:
     mine = {"id": uuid.uuid4().hex[:16], "folder": place.parent.url}
     try:
         known = KIND.read(place)
-    except DamagedDocument as error:
+    except documents.DamagedDocument as error:
         known, notes = None, (KIND.set_aside(place, error),)
     if known is None:
         # Several may ask for it at once.

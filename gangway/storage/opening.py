@@ -21,7 +21,6 @@ from gangway.storage import usage
 from gangway.storage.local_store import LocalStore
 from gangway.storage.object_store import LIMITS, Limits, ObjectStore
 from gangway.storage.store import Place, StorageRefused, Store, checked_name
-from gangway.storage.usage import Usage
 
 BULK_TRIES = 5
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.S)
@@ -115,7 +114,7 @@ class _Clients(NamedTuple):
     bulk: Any
     limits: Limits
     advice: str
-    usage: Usage
+    usage: usage.Usage
 
     def at(self, url: str, prefix: str) -> ObjectStore:
         return ObjectStore(url, self.single, prefix, self.limits, advice=self.advice, bulk=self.bulk, usage=self.usage)
@@ -142,7 +141,7 @@ def _client(scheme: str, bucket: str, limits: Limits, settings: tuple[tuple[str,
         return maker(bucket, client_options=options, retry_config=retry, **config)
 
     try:
-        return _Clients(with_tries(0), with_tries(BULK_TRIES), limits, _ADVICE[scheme], Usage(usage.HERE))
+        return _Clients(with_tries(0), with_tries(BULK_TRIES), limits, _ADVICE[scheme], usage.Usage(usage.HERE))
     except Exception as error:  # obstore raises what its layers raise: a key file that is not there, a bad region
         message = f"the client cannot be made ({' '.join(str(error).split())[:300]}); {_ADVICE[scheme]}"
         raise StorageRefused(errno.EINVAL, message, f"{scheme}://{bucket}") from error

@@ -3,9 +3,8 @@ long each phase, a step and a save may take."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 FIRST_PHASE = "import"
@@ -41,7 +40,7 @@ class Limits:
     """How long before a limit the stacks are taken; at half the limit, if that is shorter."""
 
 
-NAMES = tuple(item.name for item in dataclasses.fields(Limits))
+NAMES = tuple(item.name for item in fields(Limits))
 
 
 def read(limits: Mapping[str, Any]) -> Limits:

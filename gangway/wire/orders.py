@@ -17,7 +17,6 @@ from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, get_typ
 from gangway.config.section import did_you_mean
 from gangway.storage import shapes
 from gangway.wire import limits as limits_of
-from gangway.wire.limits import Limits
 
 SHOWN = 200
 """How many letters of an order that is not understood are shown."""
@@ -173,7 +172,7 @@ IN_GANG = frozenset({"generation", "host", "num_hosts"})
 _FOR_AGENT = IN_GANG | {"limits", "shown_lines"}
 
 
-def agent_start(orders: Any) -> tuple[Start, Limits]:
+def agent_start(orders: Any) -> tuple[Start, limits_of.Limits]:
     """Returns the orders of `Start`, as far as an agent goes by them, and the limits in them. Of a process that belongs to no
     gang, the host and the number of hosts may be absent: no driver can adopt it, and it cannot be profiled. Raises OrderError."""
     present = orders.keys() if isinstance(orders, Mapping) else ()

@@ -21,7 +21,6 @@ from gangway.first_line import say
 from gangway.program import EXIT_FINE, command
 from gangway.published import number
 from gangway.storage import documents, json_text
-from gangway.storage.documents import DamagedDocument
 from gangway.storage.opening import place_of
 from gangway.storage.row import BEST
 from gangway.storage.store import Place
@@ -129,7 +128,7 @@ def _state(path: Place) -> dict[str, Any] | None:
     """Returns what the last driver stored. A damaged document is set aside, as a driver would do."""
     try:
         return STATE_KIND.read(path)
-    except DamagedDocument as error:
+    except documents.DamagedDocument as error:
         print(STATE_KIND.set_aside(path, error), file=sys.stderr)
         return None
 

@@ -7,16 +7,14 @@ The sections are `hosts` (cluster/hosts/config.py), `driver` (here), `tracking` 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.hosts import config as hosts_config
-from cluster.hosts.config import HostsConfig
 from gangway.config import near_keys, yaml_source
 from gangway.config.conversion import convert_sections
 from gangway.config.masking import MASK, masked
@@ -35,7 +33,6 @@ from trainers import settings
 from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.config.mesh import SLICE
-from trainers.settings import ARGUMENTS_CLASS, Settings
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
@@ -87,7 +84,7 @@ class DriverConfig(Section):
         return max(1, SHOWN_LINES_PER_S // len(shown)) if host in shown else 0
 
 
-SECTIONS = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig, "notify": NotifyConfig}
+SECTIONS = {"hosts": hosts_config.HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig, "notify": NotifyConfig}
 """The sections beside the arguments, by their names."""
 
 
@@ -96,11 +93,11 @@ class JobConfig:
     """Everything a job was asked to do. Made by `load` or `build`."""
 
     training: TrainingArguments
-    hosts: HostsConfig
+    hosts: hosts_config.HostsConfig
     driver: DriverConfig
     tracking: TrackingConfig
     notify: NotifyConfig = field(default_factory=NotifyConfig)
-    arguments_class: str = ARGUMENTS_CLASS
+    arguments_class: str = settings.ARGUMENTS_CLASS
     """The key `arguments`: the class of the arguments, `package.module:Class`, a subclass of `TrainingArguments` that has the
     keys of your own trainer."""
 
@@ -132,9 +129,9 @@ def build(data: Mapping[str, Any], name: str = "configuration", overrides: Itera
 
 def to_dict(config: JobConfig) -> dict[str, Any]:
     """Returns plain data, for JSON and YAML: `build(to_dict(config)) == config`."""
-    sections = {name: dataclasses.asdict(getattr(config, name)) for name in ORCHESTRATOR_SECTIONS}
-    named = {} if config.arguments_class == ARGUMENTS_CLASS else {"arguments": config.arguments_class}
-    return _plain(named | dataclasses.asdict(config.training) | sections)
+    sections = {name: asdict(getattr(config, name)) for name in ORCHESTRATOR_SECTIONS}
+    named = {} if config.arguments_class == settings.ARGUMENTS_CLASS else {"arguments": config.arguments_class}
+    return _plain(named | asdict(config.training) | sections)
 
 
 def shown(config: JobConfig) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def given_in(text: str) -> str:
 def given(config: JobConfig) -> dict[str, Any]:
     """Returns the keys whose values differ from the defaults, in sections; a value that is no section is None here."""
     sections = {name: found for name in ORCHESTRATOR_SECTIONS if (found := _differing(getattr(config, name)))}
-    named = {} if config.arguments_class == ARGUMENTS_CLASS else {"arguments": None}
+    named = {} if config.arguments_class == settings.ARGUMENTS_CLASS else {"arguments": None}
     return named | _differing(config.training) | sections
 
 
@@ -181,9 +178,9 @@ def _differing(section: Any) -> dict[str, Any]:
     """Returns the keys of a section that differ from its defaults: a section, or None for a value. A section that is null by
     default is there as a whole."""
     found: dict[str, Any] = {}
-    for item in dataclasses.fields(section):
+    for item in fields(section):
         value, default = getattr(section, item.name), default_of(item)
-        if dataclasses.is_dataclass(default) and type(value) is type(default):
+        if is_dataclass(default) and type(value) is type(default):
             if inner := _differing(value):
                 found[item.name] = inner
         elif value != default:
@@ -209,11 +206,11 @@ def as_settings(options: str) -> str:
     return f"settings are given as key=value{f': {chr(32).join(detail)}' if detail else ', such as optimizer.learning_rate=1e-3'}"
 
 
-def _job(made: Settings) -> JobConfig:
+def _job(made: settings.Settings) -> JobConfig:
     return JobConfig(training=made.training, arguments_class=made.arguments_class, **made.machines)
 
 
-def _problems_of_slices(sizes: Mapping[str, int], hosts: HostsConfig, count: int) -> Iterator[str]:
+def _problems_of_slices(sizes: Mapping[str, int], hosts: hosts_config.HostsConfig, count: int) -> Iterator[str]:
     """Yields why the axis `slice` of a mesh does not fit so many hosts."""
     asked = sizes.get(SLICE, 1)
     if asked == 1:
@@ -227,7 +224,7 @@ def _problems_of_slices(sizes: Mapping[str, int], hosts: HostsConfig, count: int
         yield f"mesh.slice = {asked}: expected a divisor of the {count} hosts ({fits}): a slice is whole hosts"
 
 
-def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
+def _cross_check(made: settings.Settings, wrong: set[str]) -> Iterator[str]:
     """Yields problems between sections. Keys in `wrong` have been reported already and hold defaults here: they are not
     checked."""
     config = _job(made)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.hosts import config as hosts_config
-from cluster.hosts.config import HostsConfig
 from gangway.config.section import did_you_mean
 from trainers.metrics.host_usage import bytes_of_machine
 from trainers.metrics.peak_flops import peak_flops_per_s
@@ -127,7 +126,7 @@ class Room:
         return f"the step {DOES_NOT_FIT} of a device: it needs {gigabytes} ({self.source})"
 
 
-def room(hosts: HostsConfig, device: Hardware | None) -> Room | None:
+def room(hosts: hosts_config.HostsConfig, device: Hardware | None) -> Room | None:
     """Returns the room of a device; None where nothing is known of it. On CPUs it is a share of this machine's memory, unless the
     hosts are on machines of their own. The compiler for CPUs, which stands for that of GPUs, needs more for what is temporary."""
     if hosts.kind == "cpu":

@@ -18,7 +18,6 @@ from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.planning.child import Child
 from trainers.config import mesh
 from trainers.config.attention import choose, choose_exchange
-from trainers.config.mesh import CONTEXT, PIPELINE, num_replicas
 from trainers.config.model import AUTO, CHOICES
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -88,7 +87,7 @@ class PlanReport:
 
     @property
     def num_replicas(self) -> int:
-        return num_replicas(self.mesh)
+        return mesh.num_replicas(self.mesh)
 
     def events(self, config: JobConfig) -> list[ConsoleEvent]:
         """The console's first."""
@@ -197,13 +196,13 @@ def _layer_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     """How the layers are computed."""
     kind, model = config.hosts.kind, config.training.model
     how = "one by one" if model.unrolled(kind, CHOICES[0] if model.remat == AUTO else None) else "as a loop"
-    needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
+    needs = config.training.attention_needs._replace(context=report.mesh.get(mesh.CONTEXT, 1))
     choice = choose(model.attention, kind, needs)
     lines = {
         "layers": f"{report.num_layers}, compiled {how} on {kind} hosts",
         "attention": f"{choice.kernel} ({choice.reason})",
     }
-    if (stages := report.mesh.get(PIPELINE, 1)) > 1:
+    if (stages := report.mesh.get(mesh.PIPELINE, 1)) > 1:
         lines["  by stages"] = _stages(config, report, stages)
     if needs.context > 1:
         exchange = choose_exchange(model.context_attention, kind, needs.length)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from gangway.program import EXIT_FINE, Parser, command
 from gangway.storage import documents, durable
-from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from orchestrator.config.locate import REFUSALS, RUN_HELP, run_of
 from orchestrator.report.child import NAME
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FINE
 
 
-def write(runs: Sequence[Where], out: Where, figures: Path | None = None) -> None:
+def write(runs: Sequence[documents.Where], out: documents.Where, figures: Path | None = None) -> None:
     """Writes the page, whole or not at all, and the pictures of one run. Raises OSError."""
     from orchestrator.report import page, record
 

@@ -11,7 +11,6 @@ from typing import Any
 from gangway.published import RATES, SYSTEM, counted, number
 from gangway.storage.usage import REQUESTS
 from orchestrator.report import charts, drawing, timeline
-from orchestrator.report.charts import smoothed
 from orchestrator.report.record import Record
 from orchestrator.reporting.text import CATEGORY_NAMES, action_of
 from orchestrator.run_state.goodput import counted_s, share
@@ -207,7 +206,7 @@ def _label(run: str, name: str, several: bool) -> str:
 
 def _course(points: Sequence[tuple[float, float]], name: str) -> list[tuple[float, float]]:
     finite = [point for point in points if math.isfinite(point[1])]
-    return smoothed(finite) if name in ("loss", "grad_norm") else finite
+    return charts.smoothed(finite) if name in ("loss", "grad_norm") else finite
 
 
 def rolling_goodput(record: Record, width: int = charts.WHOLE) -> charts.Chart | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gangway.storage.documents import DamagedDocument, DocumentKind, StorageError, Where
@@ -20,8 +19,7 @@ from orchestrator.run_state.stored import PREVIEWS_KIND, STATE_KIND, SUMMARY_KIN
 from orchestrator.runs import incidents as incidents_of
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
-from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL, entry
+from orchestrator.tracking.spool import FOLDER, SPOOL, entry
 
 MAX_STACKS_CHARS = 20_000
 MAX_SAMPLES = 3
@@ -113,7 +111,7 @@ def read(run: Where) -> Record:
     if ended and about.kind != overview.ENDED:
         # The driver makes this page before it writes the outcome, which comes last.
         status, reason, error = str(ended.get("status")), ended.get("stop_reason"), ended.get("error")
-        about = dataclasses.replace(about, kind=overview.ENDED, state=status, stop_reason=reason, error=error)
+        about = replace(about, kind=overview.ENDED, state=status, stop_reason=reason, error=error)
     return Record(
         overview=about,
         published=published,
@@ -185,7 +183,7 @@ def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[
                 resumes.append(Resume(found["t"], changes))
             settings = new
     if damaged:
-        problems.append(f"{damaged} damaged lines of {TRACKING}/{SPOOL} are left out")
+        problems.append(f"{damaged} damaged lines of {FOLDER}/{SPOOL} are left out")
     return sorted((one for some in published.values() for one in some), key=lambda one: one.at_s), settings, resumes, tags
 
 

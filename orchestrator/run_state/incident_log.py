@@ -6,9 +6,8 @@ that is not over yet, and the past failures that decisions need.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from gangway.storage.documents import DamagedDocument, DocumentKind
@@ -44,7 +43,7 @@ LINE_KIND = DocumentKind(NAME, _Line, "these incidents do not count for the budg
 
 def line(launch_id: str, entry: Entry) -> str:
     """Returns the line of an incident in its present state."""
-    past = dataclasses.asdict(entry.past) if entry.past is not None else None
+    past = asdict(entry.past) if entry.past is not None else None
     document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
     return LINE_KIND.line(shortened(document))
 

@@ -20,13 +20,11 @@ from contextlib import suppress
 from typing import Any
 
 from gangway.storage import documents, identity, json_text
-from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of
 from gangway.waits import in_time
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.goodput import Goodput
-from orchestrator.run_state.incident_log import Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.processes import this_machine
@@ -84,7 +82,7 @@ def _latest_term(run_dir: str) -> int:
     """Returns the driver term in the launch's state. A new term must be higher than this even if the row was deleted."""
     try:
         return (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
-    except DamagedDocument:  # reported by `Launch`
+    except documents.DamagedDocument:  # reported by `Launch`
         return 0
 
 
@@ -368,7 +366,7 @@ class Launch:
         self._write(GANG, lambda: self._folder.write(GANG_KIND, document))
         self.store()
 
-    def _write_incident(self, entry: Entry) -> None:
+    def _write_incident(self, entry: incident_log.Entry) -> None:
         text = incident_log.line(self.launch_id, entry)
         self._write(f"incident {entry.number}", lambda: self._folder.append(incident_log.NAME, text))
         self.store()
@@ -394,10 +392,10 @@ class Launch:
             path = state.get("saved_at") or path
         self.progress.saved_path = path
 
-    def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
+    def _read(self, kind: documents.DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""
         try:
             return self._folder.read(kind)
-        except DamagedDocument as error:
+        except documents.DamagedDocument as error:
             self.problems.append(self._folder.set_aside(kind, error))
             return None

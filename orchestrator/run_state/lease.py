@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from gangway.storage import documents
-from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of, place_of_run
 from gangway.storage.row import FOLDER, OvertakenError, Record, Row
 from gangway.storage.row import KIND as ROW_KIND
@@ -88,7 +87,7 @@ class Holder:
         return self.here and not self.dead and self.renewed_s is not None and passed_s - self.renewed_s <= ttl_s
 
 
-LEASE_KIND = DocumentKind("lease.json", Holder, "the driver with the newest term counts as the one that drives the run")
+LEASE_KIND = documents.DocumentKind("lease.json", Holder, "the driver with the newest term counts as the one that drives the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class Time:
 def holder_of(run_dir: str) -> Holder | None:
     """Returns the latest driver of the run that has written `lease.json`, alive or not; None before the first one, or if the
     document is damaged. Raises NewerDocument."""
-    with suppress(DamagedDocument):
+    with suppress(documents.DamagedDocument):
         return holder_in(LEASE_KIND.read(_lease_path(run_dir)))
     return None
 
@@ -140,7 +139,7 @@ def acquire(
             continue  # another driver has come since the look
         try:
             LEASE_KIND.read(_lease_path(run_dir))
-        except DamagedDocument as error:  # a folder in its place could not be written over
+        except documents.DamagedDocument as error:  # a folder in its place could not be written over
             waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
         mine = replace(mine, driver_term=taken.term.driver_term)  # higher where a record has been damaged meanwhile
         try:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from gangway.storage import documents
-from gangway.storage.documents import DamagedDocument
 from gangway.storage.object_store import BRIEFLY
 from gangway.storage.opening import place_of_run
 from gangway.storage.row import FOLDER, Row
@@ -32,7 +31,7 @@ def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> N
 def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
     """Returns the outcome of this launch; None if it has none, or a damaged one. The outcome of an earlier launch does not
     count. Raises NewerDocument."""
-    with suppress(DamagedDocument):
+    with suppress(documents.DamagedDocument):
         outcome = OUTCOME_KIND.read(_path(run_dir))
         return outcome if outcome is not None and outcome["launch_id"] == launch_id else None
     return None
@@ -42,7 +41,7 @@ def set_damaged_aside(run_dir: str | os.PathLike[str]) -> str | None:
     """Sets a damaged outcome aside; returns a sentence about it, and None if there is none."""
     try:
         OUTCOME_KIND.read(_path(run_dir))
-    except DamagedDocument as error:
+    except documents.DamagedDocument as error:
         return OUTCOME_KIND.set_aside(_path(run_dir), error)
     return None
 

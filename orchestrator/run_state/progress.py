@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gangway.storage import identity
@@ -274,7 +273,7 @@ class Progress:
         self.entries = list(entries[-KEPT_INCIDENTS:])
         past = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
         # By the clock as it is now: decisions ask how long ago a failure was.
-        self.history = [dataclasses.replace(one, at_s=one.at_s + step_s) if one.at_s is not None else one for one in past]
+        self.history = [replace(one, at_s=one.at_s + step_s) if one.at_s is not None else one for one in past]
         if (incident := self.open_incident()) is not None:
             incident.failed_at_s += step_s
         there, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from gangway.storage import documents, ours
-from gangway.storage.documents import DocumentKind
 from gangway.storage.opening import place_of_run
 from gangway.storage.store import Place
 
@@ -35,7 +34,7 @@ class Request:
     """Unix time of the one who asks, for people."""
 
 
-KIND = DocumentKind("requests/KIND-ID.json", Request, "the driver does not do it")
+KIND = documents.DocumentKind("requests/KIND-ID.json", Request, "the driver does not do it")
 
 
 def send(run_dir: str, kind: Kind, launch_id: str) -> str:

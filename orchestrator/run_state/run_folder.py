@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from gangway.storage import documents, durable, row
-from gangway.storage.documents import DocumentKind, set_aside
 from gangway.storage.opening import place_of_run
 from gangway.storage.store import StorageRefused
 from orchestrator.run_state import lines, requests
@@ -33,15 +32,15 @@ class RunFolder:
         self._place = place_of_run(path)
         self._parts = lines.part_names(driver_term)
 
-    def read(self, kind: DocumentKind) -> dict[str, Any] | None:
+    def read(self, kind: documents.DocumentKind) -> dict[str, Any] | None:
         """Returns a document; None if there is none. Raises DamagedDocument or NewerDocument."""
         return kind.read(self._place / kind.name)
 
-    def set_aside(self, kind: DocumentKind, why: Exception) -> str:
+    def set_aside(self, kind: documents.DocumentKind, why: Exception) -> str:
         """Gives a damaged document another name; returns a sentence about it."""
         return kind.set_aside(documents.join(self.path, kind.name), why)
 
-    def write(self, kind: DocumentKind, document: Mapping[str, Any], name: str | None = None) -> None:
+    def write(self, kind: documents.DocumentKind, document: Mapping[str, Any], name: str | None = None) -> None:
         """Writes a document, by default under the name of its kind."""
         kind.write(self._place / (name or kind.name), document)
 
@@ -52,7 +51,7 @@ class RunFolder:
             (self._place / name / next(self._parts)).put(text.encode())
             return
         if durable.is_in_the_way(path):
-            set_aside(path)
+            documents.set_aside(path)
         elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
         with durable.appending(path) as file:

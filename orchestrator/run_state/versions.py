@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 
 from gangway.storage import documents, identity
-from gangway.storage.documents import DamagedDocument, NewerDocument
 from gangway.storage.opening import place_of
 from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE_KIND
@@ -20,7 +19,7 @@ def check_versions(run_dir: str) -> None:
     kinds = [(kind.name, kind) for kind in (STATE_KIND, GANG_KIND, LEASE_KIND, OUTCOME_KIND, identity.KIND)]
     kinds += [(documents.join(FOLDER, name), kind) for name, kind in KINDS.items()]
     for name, kind in kinds:
-        with suppress(DamagedDocument, NotADirectoryError):
+        with suppress(documents.DamagedDocument, NotADirectoryError):
             kind.read(documents.join(run_dir, name))
     folder = place_of(run_dir) / CHECKPOINTS
     newest = layout.steps(folder)[-1:]
@@ -31,6 +30,6 @@ def check_versions(run_dir: str) -> None:
             manifest.read(checkpoint)
             manifest.read_meta(checkpoint)
         except manifest.NewerError as error:
-            raise NewerDocument(str(error)) from error
+            raise documents.NewerDocument(str(error)) from error
         except manifest.DamagedError:
             continue

@@ -10,7 +10,6 @@ from gangway.storage.documents import Where
 from gangway.storage.opening import place_of
 from orchestrator.config.locate import NoRunError, parser_of_run, run_of
 from orchestrator.run_state import requests
-from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
 from orchestrator.runs.overview import ENDED, LIVE, Overview
 
@@ -19,7 +18,7 @@ TIMEOUT_S = 300.0
 LOOK_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 0.5, 2.0
 
 
-def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None) -> int:
+def main(kind: requests.Kind, module: str, about: str, argv: Sequence[str] | None = None) -> int:
     """The command of a kind of request. Returns 0; 1 if it was not done in time; 2 if there is no such run, or it does not go
     on."""
     parser = parser_of_run(module, about, example="runs/spirals")
@@ -30,7 +29,7 @@ def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None)
     return EXIT_FINE if done else EXIT_NOT_DONE
 
 
-def ask(run: Where, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str]:
+def ask(run: Where, kind: requests.Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str]:
     """Sends a request to a run, and waits until it is done. Returns whether it is, and a line that says what happened. Raises
     NoRunError if the run does not go on, or OSError."""
     folder = place_of(run)
@@ -52,12 +51,18 @@ def ask(run: Where, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str
     return False, f"not done within {timeout_s:g} s: {heard}; the run is {overview.read(folder).state}"
 
 
-def _result(kind: Kind, before: Overview, now: Overview, *, taken: bool) -> str | None:
+def _result(kind: requests.Kind, before: Overview, now: Overview, *, taken: bool) -> str | None:
     """Returns what came of a request; None while nothing has."""
     if now.kind == ENDED:
         saved = "no checkpoint" if now.checkpoint_step is None else f"saved at step {now.checkpoint_step:,}"
         return f"{now.name}: {now.state}; {saved}"
     newest = now.checkpoint_step
-    if kind != STOP and taken and newest is not None and newest >= (before.step or 0) and newest != before.checkpoint_step:
+    if (
+        kind != requests.STOP
+        and taken
+        and newest is not None
+        and newest >= (before.step or 0)
+        and newest != before.checkpoint_step
+    ):
         return f"{now.name}: saved at step {newest:,}; it goes on"
     return None

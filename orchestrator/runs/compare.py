@@ -19,14 +19,12 @@ from rich.text import Text
 from gangway.program import EXIT_FINE, Parser, command
 from gangway.published import SYSTEM, number
 from gangway.storage import documents, json_text
-from gangway.storage.documents import Where
 from gangway.storage.object_store import FOR_PEOPLE
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.config.locate import REFUSALS, NoRunError, is_run, run_of, runs_in
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
-from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
 from trainers.config.evaluation import ScoreConfig, lower_is_better
 from trainers.console.text import printable, seconds, table_console
@@ -84,7 +82,7 @@ def named(name: str) -> dict[Place, dict[str, str]]:
     return found
 
 
-def settings_of(run: Where) -> dict[str, str]:
+def settings_of(run: documents.Where) -> dict[str, str]:
     """Returns the settings of the newest launch of a run, by their dotted names. Raises NoRunError if none is recorded."""
     found: dict[str, str] | None = None
     try:
@@ -106,7 +104,7 @@ def differing(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
     return {name: found for name, found in values.items() if len(set(found)) > 1}
 
 
-def results_of(run: Overview) -> dict[str, Any]:
+def results_of(run: overview.Overview) -> dict[str, Any]:
     """Returns the results of a run, by name; those that say which run was better last."""
     own = {name: value for name, value in run.metrics.items() if name not in SYSTEM}
     found = {

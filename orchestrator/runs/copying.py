@@ -20,7 +20,6 @@ from typing import Any
 
 from gangway.storage import documents, ours, row
 from gangway.storage.probe import check_writable
-from gangway.storage.row import Kept, Row
 from gangway.storage.store import Place
 from orchestrator.config.locate import NoRunError, is_run
 from orchestrator.run_state import incident_log, lines, requests
@@ -28,10 +27,8 @@ from orchestrator.run_state.launch import TIMELINE
 from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.run_state.stored import CHECKPOINTS, GANG, STATE, STATE_KIND
 from orchestrator.tracking import of_bucket
-from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL
+from orchestrator.tracking.spool import FOLDER, SPOOL
 from trainers.checkpoint import copied, layout, manifest
-from trainers.checkpoint.manifest import Manifest
 
 READ_BYTES = 16 << 20
 SAVED = (CHECKPOINTS, layout.MODELS_FOLDER)
@@ -60,10 +57,10 @@ def copy_run(source: Place, target: Place) -> Report:
     in the source; OSError and StorageError if a storage fails: what was copied stays, marked, for the next try."""
     copied.check_whole(source)
     _take(source, target)
-    report, last = Report(), Row(target / row.FOLDER)
+    report, last = Report(), row.Row(target / row.FOLDER)
     if last.newest().what != "copy":  # else all is there but the end of the mark
         state = STATE_KIND.read(source / STATE)  # before the row: so it names no step that the row does not have
-        record = Row(source / row.FOLDER).newest()
+        record = row.Row(source / row.FOLDER).newest()
         kept = {name: _saved(source, target, name, report) for name in SAVED}
         _everything_else(source, target, report)
         step = max(kept[CHECKPOINTS], default=None)
@@ -98,9 +95,9 @@ def _take(source: Place, target: Place) -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def _saved(source: Place, target: Place, name: str, report: Report) -> dict[int, Kept]:
+def _saved(source: Place, target: Place, name: str, report: Report) -> dict[int, row.Kept]:
     """Copies the checkpoints, or the models, in the folder `name`. Returns what the record of the copy says of them."""
-    folder, kept = source / name, dict[int, Kept]()
+    folder, kept = source / name, dict[int, row.Kept]()
     for step in reversed(layout.steps(folder)):
         path = layout.at(folder, step)
         try:
@@ -111,7 +108,7 @@ def _saved(source: Place, target: Place, name: str, report: Report) -> dict[int,
     return kept
 
 
-def _one(source: Place, target: Place, step: int, report: Report) -> Kept:
+def _one(source: Place, target: Place, step: int, report: Report) -> row.Kept:
     """Copies a checkpoint. Raises DamagedError if it is not whole."""
     content = manifest.read(source)
     if problems := list(content.problems(source, content.files, digest_up_to=0)):
@@ -121,17 +118,17 @@ def _one(source: Place, target: Place, step: int, report: Report) -> Kept:
     name = layout.name_for(step, row.NO_DRIVER, token)
     place = target / name
     if (digest := _complete(place, content)) is not None:
-        return Kept(name, digest)
+        return row.Kept(name, digest)
     found = dict[str, manifest.Entry]()
     for file, entry in content.files.items():
         found[file] = _copy(source / file, place / file, report)
         if found[file].size != entry.size or (not entry.sha256.startswith(manifest.TAG) and found[file] != entry):
             ours.delete(place / file, ours.among("what this command has just copied", [place / file]))
             raise manifest.DamagedError(f"the contents of {file} are not those that were saved (digests differ)")
-    return Kept(name, manifest.write(place, _arrived(place, replace(content, files=found))))
+    return row.Kept(name, manifest.write(place, _arrived(place, replace(content, files=found))))
 
 
-def _arrived(place: Place, sent: Manifest) -> Manifest:
+def _arrived(place: Place, sent: manifest.Manifest) -> manifest.Manifest:
     """Returns the manifest of what has arrived. Raises OSError if anything has not."""
     if not place.store.tags_last:  # each file was synced to the disk
         return replace(sent, at="")
@@ -142,7 +139,7 @@ def _arrived(place: Place, sent: Manifest) -> Manifest:
     return replace(tags, files=there)
 
 
-def _complete(place: Place, content: Manifest) -> str | None:
+def _complete(place: Place, content: manifest.Manifest) -> str | None:
     """Returns the digest of the manifest of a checkpoint that an earlier try has copied; None if it is not all there."""
     try:
         there = manifest.read(place)
@@ -164,7 +161,7 @@ def _everything_else(source: Place, target: Place, report: Report) -> None:
         first, _, rest = entry.name.partition("/")
         if first in OF_A_PLACE:
             continue
-        if to_bucket and not from_bucket and first == TRACKING:
+        if to_bucket and not from_bucket and first == FOLDER:
             if rest == SPOOL:
                 _segments(source / entry.name, target, entry.size)
         elif to_bucket and not from_bucket and entry.name in LINES:
@@ -181,7 +178,7 @@ def _segments(file: Place, target: Place, size: int) -> None:
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             break
-        (target / TRACKING / of_bucket.SEGMENTS / of_bucket.name_for(0, offset)).put(whole)
+        (target / FOLDER / of_bucket.SEGMENTS / of_bucket.name_for(0, offset)).put(whole)
         offset += len(whole)
 
 
@@ -219,7 +216,7 @@ def _temporary() -> Iterator[Path]:
         yield Path(folder, "file")
 
 
-def _state(state: dict[str, Any], target: Place, step: int | None, kept: dict[int, Kept]) -> dict[str, Any]:
+def _state(state: dict[str, Any], target: Place, step: int | None, kept: dict[int, row.Kept]) -> dict[str, Any]:
     """Returns `launch.json` of the copy: its paths are those of the copy, and what was not copied is not committed there."""
     path = None if step is None else target / CHECKPOINTS / kept[step].folder
     changes: dict[str, Any] = {"checkpoint_step": step, "committed_step": step}

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any
 
 from gangway.storage import documents
-from gangway.storage.documents import DocumentKind, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageProblem
 from orchestrator.run_state import lease, lines
@@ -86,7 +85,7 @@ class Overview:
         return max(0, self.max_steps - self.step) * step_s
 
 
-def read(run: Where, now_s: float | None = None) -> Overview:
+def read(run: documents.Where, now_s: float | None = None) -> Overview:
     """Returns how the run in this folder is. Never raises for what is damaged: `problems` says it. Raises StorageProblem of a
     bucket that does not answer."""
     folder = place_of(run)
@@ -161,7 +160,7 @@ class _Files:
         self.folder = folder
         self.problems: list[str] = []
 
-    def document(self, kind: DocumentKind) -> dict[str, Any]:
+    def document(self, kind: documents.DocumentKind) -> dict[str, Any]:
         try:
             return kind.read(self.folder / kind.name) or {}
         except (documents.StorageError, OSError) as error:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from gangway.config.masking import MASK, masked
 from gangway.program import Parser, command
 from gangway.storage import documents, durable, identity, json_text, opening
-from gangway.storage.documents import DamagedDocument
 from orchestrator.tracking import mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
@@ -103,7 +102,7 @@ def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]
             offset += len(text)
             try:
                 lines.append(Line(entry(text), offset))
-            except DamagedDocument as error:
+            except documents.DamagedDocument as error:
                 lines.append(Line(None, offset, str(error)))
     return lines
 

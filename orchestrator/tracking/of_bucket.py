@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypedDict
 
 from gangway.storage import documents, durable, identity, several
-from gangway.storage.documents import DamagedDocument, DocumentKind
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.tracking.spool import FOLDER, SPOOL, STATE
@@ -34,7 +33,7 @@ class _Known(TypedDict):
     """Of the segments that the file here begins with."""
 
 
-KNOWN = DocumentKind("segments.json", _Known, "the file of metrics is made again from the segments in the bucket")
+KNOWN = documents.DocumentKind("segments.json", _Known, "the file of metrics is made again from the segments in the bucket")
 
 
 def segments_of(run_dir: str) -> Place:
@@ -93,7 +92,7 @@ def _known(path: Path) -> list[str]:
     """Returns the names of the segments that the file here begins with; none if that is not known."""
     try:
         found = KNOWN.read(path.with_name(KNOWN.name))
-    except DamagedDocument:
+    except documents.DamagedDocument:
         found = None
     return found["names"] if found else []
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from gangway.storage import documents, durable, json_text, shapes
-from gangway.storage.documents import DamagedDocument, DocumentKind, set_aside
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"
@@ -54,8 +53,8 @@ class State:
     """The newest version of a registered model, such as `models:/tiny/3`."""
 
 
-RUN_KIND = DocumentKind(RUN, _Run, "the run is looked for in MLflow again")
-STATE_KIND = DocumentKind(STATE, State, "all metrics are sent to MLflow again, which keeps each once")
+RUN_KIND = documents.DocumentKind(RUN, _Run, "the run is looked for in MLflow again")
+STATE_KIND = documents.DocumentKind(STATE, State, "all metrics are sent to MLflow again, which keeps each once")
 KINDS = {kind.name: kind for kind in (RUN_KIND, STATE_KIND)}
 
 
@@ -96,7 +95,7 @@ def entry(line: bytes) -> dict[str, Any]:
         if not problem and key in record and other not in record
     ]
     if problem or missing:
-        raise DamagedDocument(f"not an entry of tracking: {problem or missing[0]}")
+        raise documents.DamagedDocument(f"not an entry of tracking: {problem or missing[0]}")
     return record
 
 
@@ -106,7 +105,7 @@ class Spool:
     def __init__(self, path: str):
         durable.make_folder(os.path.dirname(path))
         if durable.is_in_the_way(path):
-            set_aside(path)
+            documents.set_aside(path)
         # Unbuffered: what was appended is in the file even if this process is killed.
         self._file = durable.appending(path, buffering=0)
         self._lock = threading.Lock()
@@ -139,7 +138,7 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
     NewerDocument."""
     try:
         return KINDS[name].read(documents.join(folder, name)) or {}
-    except DamagedDocument:
+    except documents.DamagedDocument:
         return {}
 
 
@@ -150,7 +149,7 @@ def set_damaged_aside(folder: str) -> list[str]:
         path = documents.join(folder, name)
         try:
             kind.read(path)
-        except DamagedDocument as error:
+        except documents.DamagedDocument as error:
             notes.append(kind.set_aside(path, error))
     return notes
 

@@ -32,7 +32,6 @@ from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.faultlab.chaos import faults
-from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
 from orchestrator.faultlab.chaos.score import Disturbed, Score, score, show, unfinished_files
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
@@ -77,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "orchestrator.chaos",
         __doc__.partition(": `")[0] + ".",
         example="config.yaml --faults process,hang --count 4",
-        details="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
+        details="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in faults.KINDS.items()),
     )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -89,9 +88,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
     parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
     arguments = parser.parse_intermixed_args(joined(argv))
-    arguments.kinds = [*KINDS] if arguments.faults == "all" else words(arguments.faults)
-    if unknown := sorted(set(arguments.kinds) - set(KINDS)):
-        parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
+    arguments.kinds = [*faults.KINDS] if arguments.faults == "all" else words(arguments.faults)
+    if unknown := sorted(set(arguments.kinds) - set(faults.KINDS)):
+        parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(faults.KINDS)}")
     return arguments
 
 
@@ -101,7 +100,7 @@ def joined(argv: Sequence[str]) -> list[str]:
     result: list[str] = []
     in_list = False
     for word in argv:
-        if in_list and set(words(word)) <= set(KINDS):
+        if in_list and set(words(word)) <= set(faults.KINDS):
             result[-1] += f",{word}"
             continue
         in_list = bool(result) and result[-1] == "--faults"
@@ -195,7 +194,7 @@ def work_folder(run_dir: str) -> Iterator[Path]:
 
 def why_not(kind: str, config: JobConfig) -> str | None:
     """Returns why this kind of fault cannot be tried here; None if it can."""
-    needs = KINDS[kind].needs.split()
+    needs = faults.KINDS[kind].needs.split()
     if on_a_cluster([kind]):
         kind_needed = "tpu" if "slices" in needs else "cpu"
         if config.hosts.kind != kind_needed:
@@ -328,7 +327,7 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
             left.appendleft(injected.pop())
             injections.pop()
         fault = left.popleft()
-        if "fresh" in KINDS[fault.kind].needs:
+        if "fresh" in faults.KINDS[fault.kind].needs:
             wait_for_fresh_checkpoint(run)
         else:
             time.sleep(fault.delay_s)
@@ -341,7 +340,7 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
 
 def lost_to_a_resize(injection: Injection, incidents: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether the gang was resized before the fault could show: then its process was ended by the resize."""
-    kind = KINDS[injection.kind]
+    kind = faults.KINDS[injection.kind]
     since = {incident["kind"] for incident in incidents[injection.incidents_before :]}
     return kind.must_show and "resize" not in kind.named and since == {"resize"}
 
@@ -366,7 +365,7 @@ class Overcome:
         if not self.injections:
             return bool(run.checkpoints())
         last = self.injections[-1]
-        if recovering or (KINDS[last.kind].must_show and not noticed(self.testbed, last)):
+        if recovering or (faults.KINDS[last.kind].must_show and not noticed(self.testbed, last)):
             return False
         return run.saved_after(max(last.healed_at_s, self._calm_since_s))
 
