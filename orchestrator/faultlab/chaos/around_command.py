@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gangway.storage import ours
 from gangway.storage.store import Place
-from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
+from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed, needed
 from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import LEASE_KIND, RENEW_EVERY_S, TTL_S
@@ -57,9 +57,7 @@ def stop_reading(testbed: Testbed, fault: Fault) -> Details:
 
 def fill_disk_at_end(testbed: Testbed, fault: Fault) -> Details:
     """Before the last save, or as soon as that is complete: then what is left to write is how the run has ended."""
-    run, disk, end = testbed.run, testbed.disk, testbed.max_steps
-    assert disk is not None
-    assert end is not None
+    run, disk, end = testbed.run, needed(testbed.disk), needed(testbed.max_steps)
     before_last_save = bool(fault.salt % 2)
     wanted = end - (testbed.save_steps or 0) if before_last_save else end
     run.full_speed()
@@ -113,13 +111,13 @@ def print_to_a_full_disk(testbed: Testbed, fault: Fault) -> Details:
 
 def change_data(testbed: Testbed, fault: Fault) -> Details:
     """One file, in one of five ways."""
-    assert testbed.data is not None
     run, rng = testbed.run, random.Random(fault.salt)
     stop_command(run)
-    file = rng.choice(sorted(testbed.data.glob("*.txt")))
+    data = needed(testbed.data)
+    file = rng.choice(sorted(data.glob("*.txt")))
     text, how = file.read_text(), rng.choice(["longer", "shorter", "a letter", "gone", "new"])
     said_before, place = len(run.console()), rng.randrange(len(text))
-    away, changed = testbed.data.with_name(f"away-{file.name}"), file
+    away, changed = data.with_name(f"away-{file.name}"), file
     match how:
         case "longer":
             file.write_text(f"{text}more")
@@ -243,9 +241,8 @@ def go_on(testbed: Testbed, injection: Injection) -> None:
 def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
     """Makes room, and runs the command again if it has ended. Then it must not have reported a whole training that is not saved,
     or the other way about."""
-    assert testbed.disk is not None
     if testbed.run.running():
-        testbed.disk.free()
+        needed(testbed.disk).free()
         return
     status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
     said = last_words(testbed.run, injection)
@@ -254,7 +251,7 @@ def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
     if not true:
         injection.problem = f"exit status {status}, {shown(said)}; saved at {saved} of {testbed.max_steps}"
     injection.details |= {"status": status, "saved": saved}
-    testbed.disk.free()
+    needed(testbed.disk).free()
     testbed.run.start()
 
 

@@ -236,7 +236,7 @@ KINDS: Mapping[str, Kind] = {
         named=CRASH,
         names_host=True,
         until=injectors.time_is_up,
-        heal=injectors.set_clock_right,
+        heal=injectors.set_clocks_right,
         needs="cluster",
     ),
     "clock_step": Kind(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -21,6 +21,7 @@ from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
 
+T = TypeVar("T")
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0
 VANISHED_S = 8.0
@@ -64,6 +65,12 @@ class Testbed:
     max_steps: int | None = None
     """Where the run ends."""
     save_steps: int | None = None
+
+
+def needed(resource: T | None) -> T:
+    """Returns a resource of the testbed, which is there if the kind of the fault says that it needs it (`Kind.needs`)."""
+    assert resource is not None
+    return resource
 
 
 Details = dict[str, Any]
@@ -132,51 +139,43 @@ def let_driver_go_on(testbed: Testbed, injection: Injection) -> None:
 def kill_node(testbed: Testbed, fault: Fault) -> Details:
     """A node that holds a host of the gang and not the driver; another one (of TPU hosts: another whole slice) is started, as a
     cluster that heals itself would."""
-    assert testbed.cluster is not None
     host, node = _host_on_a_node(testbed, fault.host)
     node.kill()
-    testbed.cluster.add_machines()
+    needed(testbed.cluster).add_machines()
     return {"host": host, "node": node.number}
 
 
 def drain_node(testbed: Testbed, fault: Fault) -> Details:
     """Its machine gives notice; another one is there already."""
-    assert testbed.cluster is not None
     host, node = _host_on_a_node(testbed, fault.host)
-    testbed.cluster.add_machines()
-    testbed.cluster.drain(node, NOTICE_S)
+    needed(testbed.cluster).add_machines()
+    needed(testbed.cluster).drain(node, NOTICE_S)
     return {"host": host, "node": node.number}
 
 
 def take_node_away(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.cluster is not None
-    next(node for node in testbed.cluster.nodes if node.number == injection.details["node"]).kill()
+    next(node for node in needed(testbed.cluster).nodes if node.number == injection.details["node"]).kill()
 
 
 def cut_network(testbed: Testbed, fault: Fault) -> Details:
-    assert testbed.cluster is not None
-    assert testbed.cluster.network is not None
     host, node = _host_on_a_node(testbed, fault.host)
-    testbed.cluster.network.cut(node)
+    needed(needed(testbed.cluster).network).cut(node)
     return {"host": host, "node": node.number}
 
 
 def join_network(testbed: Testbed, injection: Injection) -> None:
     """The node was declared dead and leaves: another one comes in its place."""
-    assert testbed.cluster is not None
-    assert testbed.cluster.network is not None
-    node = next(node for node in testbed.cluster.nodes if node.number == injection.details["node"])
-    testbed.cluster.network.join(node)
-    testbed.cluster.add_machines()
+    node = next(node for node in needed(testbed.cluster).nodes if node.number == injection.details["node"])
+    needed(needed(testbed.cluster).network).join(node)
+    needed(testbed.cluster).add_machines()
 
 
 def _host_on_a_node(testbed: Testbed, first: int) -> tuple[int, Any]:
     """Returns the first host from `first` on whose node may be lost: not the head, and not the node of the driver."""
-    assert testbed.cluster is not None
-    of_driver = testbed.cluster.node_of(testbed.run.driver())
+    of_driver = needed(testbed.cluster).node_of(testbed.run.driver())
     members = testbed.run.members()
     for host in sorted(members, key=lambda host: (host < first, host)):
-        node = testbed.cluster.node_of(members[host])
+        node = needed(testbed.cluster).node_of(members[host])
         if node is not None and node is not of_driver:
             return host, node
     raise RunError("no host of the gang is on a node that may be lost")
@@ -184,19 +183,13 @@ def _host_on_a_node(testbed: Testbed, first: int) -> tuple[int, Any]:
 
 def set_clock(testbed: Testbed, fault: Fault) -> Details:
     """Of a host's machine, or of the driver's, an hour forward or back; then a process is killed: both have to tell when."""
-    assert testbed.cluster is not None
     rng = random.Random(fault.salt)
     host, node = _host_on_a_node(testbed, fault.host)
-    injected, ahead_s = rng.choice([node, testbed.cluster.head()]), rng.choice([-CLOCK_JUMP_S, CLOCK_JUMP_S])
+    injected, ahead_s = rng.choice([node, needed(testbed.cluster).head()]), rng.choice([-CLOCK_JUMP_S, CLOCK_JUMP_S])
     injected.set_clock(ahead_s)
     time.sleep(CLOCK_BEFORE_KILL_S)
     about = {"host": host, "node": injected.number, "ahead_s": ahead_s, "until_s": time.time() + CLOCK_IS_WRONG_S}
     return {**send(testbed.run.member(host), signal.SIGKILL), **about}
-
-
-def set_clock_right(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.cluster is not None
-    next(node for node in testbed.cluster.nodes if node.number == injection.details["node"]).set_clock(0.0)
 
 
 def truncate_checkpoint(testbed: Testbed, fault: Fault) -> Details:
@@ -235,9 +228,8 @@ REFUSED = re.compile(r"\S+\.xla could not be loaded")
 
 def flip_programs(testbed: Testbed, fault: Fault) -> Details:
     """In place, as a disk would. Whoever takes the process's place must not run what is left."""
-    assert testbed.programs is not None
     rng, before = random.Random(fault.salt), len(REFUSED.findall(testbed.run.console()))
-    paths = sorted(testbed.programs.glob("train_step-*.xla"))
+    paths = sorted(needed(testbed.programs).glob("train_step-*.xla"))
     if not paths:
         raise RunError(f"no host has kept its train step in {testbed.programs}")
     for path in paths:
@@ -249,15 +241,10 @@ def a_program_was_refused(testbed: Testbed, injection: Injection) -> bool:
     return len(REFUSED.findall(testbed.run.console())) > injection.details["said_before"]
 
 
-def on_disk(run: Run) -> Path:
-    """Returns the folder of a run that is not in a bucket."""
-    return run.run_dir.path
-
-
 def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
     """As when a share is not mounted any more: the folder is gone, or an empty one lies in its place. Then a process is killed,
     and the run looks for its checkpoints."""
-    folder = on_disk(testbed.run) / CHECKPOINTS
+    folder = testbed.run.run_dir.path / CHECKPOINTS
     empty = bool(fault.salt % 2)
     folder.rename(folder.with_name(CHECKPOINTS_AWAY))
     if empty:
@@ -267,7 +254,7 @@ def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
 
 def bring_checkpoints_back(testbed: Testbed, injection: Injection) -> None:
     """Over what was written in their place meanwhile, if anything was: that is kept beside them."""
-    folder = on_disk(testbed.run) / CHECKPOINTS
+    folder = testbed.run.run_dir.path / CHECKPOINTS
     with suppress(FileNotFoundError):
         injection.details["written_meanwhile"] = sorted(path.name for path in folder.iterdir())
         folder.rename(folder.with_name(f"{CHECKPOINTS}-meanwhile-{injection.incidents_before}"))
@@ -277,7 +264,7 @@ def bring_checkpoints_back(testbed: Testbed, injection: Injection) -> None:
 def plant_links(testbed: Testbed, fault: Fault) -> Details:
     """Under names that the run writes to, to a folder of somebody's, in which such names are too. Then a process is killed, and
     there is something to write."""
-    folder, theirs = on_disk(testbed.run), testbed.run.orders / "theirs"
+    folder, theirs = testbed.run.run_dir.path, testbed.run.orders / "theirs"
     for name in THEIRS:
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_text("precious")
@@ -288,7 +275,7 @@ def plant_links(testbed: Testbed, fault: Fault) -> Details:
 
 
 def take_links_away(testbed: Testbed, injection: Injection) -> None:
-    folder, theirs = on_disk(testbed.run), testbed.run.orders / "theirs"
+    folder, theirs = testbed.run.run_dir.path, testbed.run.orders / "theirs"
     for name in injection.details["planted"]:
         (folder / name).rename(testbed.run.orders / f"{name}-{injection.incidents_before}")
     found = {str(path.relative_to(theirs)): path.read_text() for path in theirs.rglob("*") if path.is_file()}
@@ -301,10 +288,9 @@ def time_is_up(testbed: Testbed, injection: Injection) -> bool:
 
 
 def fill_disk(testbed: Testbed, fault: Fault) -> Details:
-    assert testbed.disk is not None
     # Counted before: saves that failed earlier do not show this fault.
     before = testbed.run.console().count(SAVE_FAILED)
-    testbed.disk.fill()
+    needed(testbed.disk).fill()
     return {"said_before": before}
 
 
@@ -317,56 +303,48 @@ def a_save_has_failed(testbed: Testbed, injection: Injection) -> bool:
 
 
 def free_disk(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.disk is not None
-    testbed.disk.free()
+    needed(testbed.disk).free()
 
 
 def freeze_storage(testbed: Testbed, fault: Fault) -> Details:
     """Whoever writes to the run's storage waits, in the kernel, as on a server that does not answer. Reading goes on."""
-    assert testbed.disk is not None
-    testbed.disk.freeze()
+    needed(testbed.disk).freeze()
     # An order that changes nothing: that it is taken shows that steps go on while the storage hangs.
     return {"until_s": time.time() + STORAGE_HANGS_S, "order": testbed.run.order(fault.host, "slow", step_s=0.0, steps=0)}
 
 
 def freeze_storage_and_kill(testbed: Testbed, fault: Fault) -> Details:
     """The same, and a failure has to be handled meanwhile."""
-    assert testbed.disk is not None
-    testbed.disk.freeze()
+    needed(testbed.disk).freeze()
     return {**kill_process(testbed, fault), "until_s": time.time() + STORAGE_HANGS_S}
 
 
 def thaw_storage(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.disk is not None
     # Read before the thaw: after it, a step proves nothing.
     if (order := injection.details.get("order")) and testbed.run.taken(order) is None:
         injection.problem = "no step was taken while the storage hung"
-    testbed.disk.thaw()
+    needed(testbed.disk).thaw()
 
 
 def kill_tracking(testbed: Testbed, fault: Fault) -> Details:
-    assert testbed.mlflow is not None
-    return {"pid": testbed.mlflow.kill(), "until_s": time.time() + TRACKING_DOWN_S}
+    return {"pid": needed(testbed.mlflow).kill(), "until_s": time.time() + TRACKING_DOWN_S}
 
 
 def start_tracking(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.mlflow is not None
-    testbed.mlflow.start()
-    testbed.mlflow.wait_ready()
+    needed(testbed.mlflow).start()
+    needed(testbed.mlflow).wait_ready()
 
 
 def step_clocks(testbed: Testbed, fault: Fault) -> Details:
     """Of all machines at once, an hour forward or back, as when a time server is put right. Nothing else happens."""
-    assert testbed.cluster is not None
     ahead_s = random.Random(fault.salt).choice([-CLOCK_JUMP_S, CLOCK_JUMP_S])
-    for node in testbed.cluster.nodes:
+    for node in needed(testbed.cluster).nodes:
         node.set_clock(ahead_s)
     return {"ahead_s": ahead_s, "until_s": time.time() + CLOCK_IS_WRONG_S}
 
 
 def set_clocks_right(testbed: Testbed, injection: Injection) -> None:
-    assert testbed.cluster is not None
-    for node in testbed.cluster.nodes:
+    for node in needed(testbed.cluster).nodes:
         node.set_clock(0.0)
 
 

@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from gangway.storage import ours
+from gangway.waits import wait_until
 
 START_TIMEOUT_S = 60.0
 
@@ -162,12 +161,9 @@ def run(command: Sequence[str]) -> None:
         raise ResourceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise ResourceError(f"{what} was not there after {timeout_s:.0f} s")
-        time.sleep(0.1)
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    if not wait_until(condition, timeout_s):
+        raise ResourceError(f"{what} was not there after {timeout_s:.0f} s")
 
 
 def free_port(ip_address: str) -> int:

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,9 @@ class Trial:
         check_evidence(plain, self.where["trainer"])
         findings = [judge_twice(plain, self._evidence("again"), self.where)]
         if findings[0].good:
-            findings.append(judge_resumed(plain, self._evidence("killed", kill_after_a_checkpoint), self.where))
+            # The save half-way waits for the one before it: so that one is complete when the process is killed.
+            killed = self._evidence("killed", ("kill", self.steps // 2 + 1))
+            findings.append(judge_resumed(plain, killed, self.where))
         if not passed(findings):
             return [*findings, Finding("the remaining runs", None, "not made: they would show the same again")]
         return [*findings, *self._resize(plain)]
@@ -125,7 +127,7 @@ class Trial:
         if hosts is None:
             return [Finding("gone on with on fewer hosts", None, f"not tried: {why_not}")]
         go_on = [f"hosts.count={hosts}", "hosts.min=null", "hosts.max=null"]
-        resized = self._evidence("resized", stop_half_way, go_on)
+        resized = self._evidence("resized", ("stop", self.steps // 2 - 1), go_on)
         findings = [judge_resized(plain, resized, self.tolerance, self.where)]
         lineage = {name: resized.summary[name] for name in ("lineage", "skipped_batches")}
         documents.write_json(self.folder / "lineage.json", lineage)
@@ -135,17 +137,17 @@ class Trial:
     def _evidence(
         self,
         name: str,
-        prepare: Callable[[Run, int], None] | None = None,
+        order: tuple[str, int] | None = None,
         go_on: Sequence[str] | None = None,
         more: Sequence[str] = (),
     ) -> Evidence:
-        """Makes a run; `go_on`: it will stop by itself, and goes on with these overrides."""
+        """Makes a run. `order`: what befalls it, and at which step; `go_on`: it stops then, and goes on with these overrides."""
         with tempfile.TemporaryDirectory(prefix="gangway-verify-") as orders:
             own = [*self.overrides, *shortened(self.steps), f"storage={self.folder.url}", f"name={name}", *more]
             run = Run(self.config_path, own, (self.folder / name).url, Path(orders))
             run.record_batches()
-            if prepare:
-                prepare(run, self.steps)
+            if order is not None:
+                run.order(0, order[0], at=order[1])
             try:
                 with self.console.status(f"{name}: {self.steps} steps"):
                     run.start()
@@ -162,15 +164,6 @@ class Trial:
                 "writes to them"
             )
         return evidence
-
-
-def kill_after_a_checkpoint(run: Run, steps: int) -> None:
-    """The save half-way waits for the one before it: so that one is complete."""
-    run.order(0, "kill", at=steps // 2 + 1)
-
-
-def stop_half_way(run: Run, steps: int) -> None:
-    run.order(0, "stop", at=steps // 2 - 1)
 
 
 def shortened(steps: int) -> list[str]:
