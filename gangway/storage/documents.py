@@ -198,6 +198,13 @@ class DocumentKind:
         """Writes the document if there is none; see `documents.create_text`."""
         return create_text(path, self.text(contents))
 
+    def salvaged(self, path: Where) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+        """Like `read`, and a damaged document is set aside: then there is a sentence about it (`set_aside`)."""
+        try:
+            return self.read(path), ()
+        except DamagedDocument as error:
+            return None, (self.set_aside(path, error),)
+
     def set_aside(self, path: Where, why: Exception) -> str:
         """Gives a damaged document another name, so that the next one can be written. Returns a sentence: what was wrong, where
         it is now, and what is lost with it."""

@@ -50,11 +50,7 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
     if documents.is_url(run_folder):
         return _of_bucket(os.fspath(run_folder))
     folder = os.path.realpath(run_folder)
-    notes: tuple[str, ...] = ()
-    try:
-        known = KIND.read(path)
-    except documents.DamagedDocument as error:
-        known, notes = None, (KIND.set_aside(path, error),)
+    known, notes = KIND.salvaged(path)
     moved = known is None or known["folder"] != folder
     disk = _disk(folder) if moved else None
     if known is None:
@@ -97,12 +93,9 @@ def local_folder(run_folder: str | os.PathLike[str]) -> str:
 
 
 def _of_bucket(url: str) -> Identity:
-    place, notes = place_of(url) / KIND.name, tuple[str, ...]()
+    place = place_of(url) / KIND.name
     mine = {"id": uuid.uuid4().hex[:16], "folder": place.parent.url}
-    try:
-        known = KIND.read(place)
-    except documents.DamagedDocument as error:
-        known, notes = None, (KIND.set_aside(place, error),)
+    known, notes = KIND.salvaged(place)
     if known is None:
         # Several may ask for it at once.
         known = mine if KIND.create(place, mine) else KIND.read(place) or mine

@@ -117,20 +117,14 @@ def accept_loss(folder: Place) -> None:
     wait_until_free(folder.parent.url, waiting=lambda message: print(message, file=sys.stderr))
     layout.accept_loss(folder)
     newest = max(layout.steps(folder), default=None)
-    document = _state(folder.parent / STATE)
+    # A damaged one is set aside, as a driver would do.
+    document, notes = STATE_KIND.salvaged(folder.parent / STATE)
+    for note in notes:
+        print(note, file=sys.stderr)
     if document is not None:
         # Without a course: what is trained from there on takes the place of what was published of later steps.
         record = {"committed_step": newest, "checkpoint_step": newest, "course": None}
         STATE_KIND.write(folder.parent / STATE, document | record)
-
-
-def _state(path: Place) -> dict[str, Any] | None:
-    """Returns what the last driver stored. A damaged document is set aside, as a driver would do."""
-    try:
-        return STATE_KIND.read(path)
-    except documents.DamagedDocument as error:
-        print(STATE_KIND.set_aside(path, error), file=sys.stderr)
-        return None
 
 
 def inspect(folder: Place, *, verify: bool) -> Iterator[Row]:

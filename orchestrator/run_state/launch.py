@@ -394,8 +394,6 @@ class Launch:
 
     def _read(self, kind: documents.DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""
-        try:
-            return self._folder.read(kind)
-        except documents.DamagedDocument as error:
-            self.problems.append(self._folder.set_aside(kind, error))
-            return None
+        document, notes = self._folder.salvaged(kind)
+        self.problems += notes
+        return document

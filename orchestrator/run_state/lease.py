@@ -137,10 +137,9 @@ def acquire(
             taken = row.take_over(asdict(mine), mine.driver_term - 1, seen=seen, found=found)
         except OvertakenError:
             continue  # another driver has come since the look
-        try:
-            LEASE_KIND.read(_lease_path(run_dir))
-        except documents.DamagedDocument as error:  # a folder in its place could not be written over
-            waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
+        # A folder in its place could not be written over.
+        for note in LEASE_KIND.salvaged(_lease_path(run_dir))[1]:
+            waiting(note)
         mine = replace(mine, driver_term=taken.term.driver_term)  # higher where a record has been damaged meanwhile
         try:
             return Lease(run_dir, mine, times, ttl_s, on_lost, row, taken.step)

@@ -39,11 +39,7 @@ def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, A
 
 def set_damaged_aside(run_dir: str | os.PathLike[str]) -> str | None:
     """Sets a damaged outcome aside; returns a sentence about it, and None if there is none."""
-    try:
-        OUTCOME_KIND.read(_path(run_dir))
-    except documents.DamagedDocument as error:
-        return OUTCOME_KIND.set_aside(_path(run_dir), error)
-    return None
+    return next(iter(OUTCOME_KIND.salvaged(_path(run_dir))[1]), None)
 
 
 def _path(run_dir: str | os.PathLike[str]) -> str:

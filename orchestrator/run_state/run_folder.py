@@ -32,13 +32,9 @@ class RunFolder:
         self._place = place_of_run(path)
         self._parts = lines.part_names(driver_term)
 
-    def read(self, kind: documents.DocumentKind) -> dict[str, Any] | None:
-        """Returns a document; None if there is none. Raises DamagedDocument or NewerDocument."""
-        return kind.read(self._place / kind.name)
-
-    def set_aside(self, kind: documents.DocumentKind, why: Exception) -> str:
-        """Gives a damaged document another name; returns a sentence about it."""
-        return kind.set_aside(documents.join(self.path, kind.name), why)
+    def salvaged(self, kind: documents.DocumentKind) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+        """Returns a document; see `DocumentKind.salvaged`."""
+        return kind.salvaged(self._place / kind.name)
 
     def write(self, kind: documents.DocumentKind, document: Mapping[str, Any], name: str | None = None) -> None:
         """Writes a document, by default under the name of its kind."""

@@ -144,14 +144,7 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
 
 def set_damaged_aside(folder: str) -> list[str]:
     """Sets the damaged documents of the folder aside; returns a sentence about each. Raises NewerDocument."""
-    notes = []
-    for name, kind in KINDS.items():
-        path = documents.join(folder, name)
-        try:
-            kind.read(path)
-        except documents.DamagedDocument as error:
-            notes.append(kind.set_aside(path, error))
-    return notes
+    return [note for name, kind in KINDS.items() for note in kind.salvaged(documents.join(folder, name))[1]]
 
 
 def _ends_with_newline(file: int) -> bool:
