@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -86,22 +87,18 @@ class Beside(Generic[Result]):
 def in_time(work: Callable[[], Result], limit_s: Callable[[], float]) -> Result:
     """Returns what `work` returns, which runs in a thread of its own: it may hang for ever. Raises what it raises, and
     TimeoutError when it has taken as long as `limit_s` allows. That is asked again and again: it may become shorter."""
-    made: list[Result] = []
-    raised: list[BaseException] = []
+    answer: Future[Result] = Future()
 
     def run() -> None:
         try:
-            made.append(work())
+            answer.set_result(work())
         except BaseException as error:  # a thread's boundary: raised by whoever waits
-            raised.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="in time", daemon=True)
     began_s = time.monotonic()
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=run, name="in time", daemon=True).start()
+    while not answer.done():
         if (left_s := began_s + limit_s() - time.monotonic()) <= 0:
             raise TimeoutError(f"no answer within {time.monotonic() - began_s:.0f} s")
-        thread.join(min(left_s, CHECK_STOP_INTERVAL_S))
-    if raised:
-        raise raised[0]
-    return made[0]
+        wait([answer], min(left_s, CHECK_STOP_INTERVAL_S))
+    return answer.result()

@@ -54,18 +54,13 @@ def write_text(path: Where, text: str) -> None:
     opening.place_of(path).put(text.encode())
 
 
-def create_json(path: Where, data: Any) -> bool:
+def create_text(path: Where, text: str) -> bool:
     """Writes the document if there is none, and returns whether it did. Of several writers at most one gets True. The document
     must say whose it is: see `Store.create`.
 
     If the file system has no hard links, a reader may find the document empty or incomplete while it is written. `read_json`
     then raises DamagedDocument; the document belongs to its writer all the same.
     """
-    return create_text(path, json_text.dumps(data, indent=1) + "\n")
-
-
-def create_text(path: Where, text: str) -> bool:
-    """Like `create_json`, for a document that is text already."""
     return opening.place_of(path).create(text.encode())
 
 

@@ -79,7 +79,7 @@ def _restored(value: Any, marks: Marks | None) -> Any:
 def seal(document: dict[str, Any], indent: int | None = 1) -> str:
     """Returns the document as JSON text with its digest; `indent` None: in one line."""
     plain = hide_not_finite(json.loads(json.dumps(document)))  # as it will be read: keys are text, tuples are lists, NaN is null
-    return json.dumps({**plain, "digest": _digest(plain)}, indent=indent, allow_nan=False) + "\n"
+    return json.dumps({**plain, "digest": digest_of(plain)}, indent=indent, allow_nan=False) + "\n"
 
 
 def unseal(text: str) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def is_whole(document: Mapping[str, Any]) -> bool:
     """Whether a sealed document, as it was read, has the digest of its contents."""
     # The digest covers everything but itself.
     contents = {key: value for key, value in document.items() if key != "digest"}
-    return document.get("digest") == _digest(contents)
+    return document.get("digest") == digest_of(contents)
 
 
-def _digest(document: Mapping[str, Any]) -> str:
+def digest_of(document: Mapping[str, Any]) -> str:
     # Sorted: the order of the keys does not count.
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

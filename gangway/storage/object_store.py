@@ -85,19 +85,15 @@ class ObjectStore(Store):
         """Whether a write has shown that the bucket keeps what is replaced and deleted; only S3 says so."""
 
     def get(self, name: str) -> bytes | None:
-        import obstore
-
-        data = self._ask("get", name, lambda key: bytes(obstore.get(self._client, key).bytes()))
+        data = self._ask("get", name, lambda key: bytes(self._client.get(key).bytes()))
         self.usage.add(bytes_in=len(data or b""))
         return data
 
     def get_part(self, name: str, start: int, stop: int) -> bytes | None:
-        import obstore
-
         if stop <= start:
             return None if self.entry(name) is None else b""
         try:
-            data = self._ask("get", name, lambda key: bytes(obstore.get_range(self._client, key, start=start, end=stop)))
+            data = self._ask("get", name, lambda key: bytes(self._client.get_range(key, start=start, end=stop)))
         except StorageRefused as error:
             if error.errno == errno.ERANGE:  # it ends before `start`
                 return b""
@@ -106,32 +102,25 @@ class ObjectStore(Store):
         return data
 
     def entry(self, name: str) -> Entry | None:
-        import obstore
-
-        found = self._ask("head", name, lambda key: obstore.head(self._client, key))
-        if found is None and self._ask("get", name, lambda key: obstore.get(self._client, key)) is not None:
-            found = self._ask("head", name, lambda key: obstore.head(self._client, key))
+        found = self._ask("head", name, self._client.head)
+        if found is None and self._ask("get", name, self._client.get) is not None:
+            found = self._ask("head", name, self._client.head)
         # The answer to HEAD has no body: it does not tell whether the object is not there, or the whole bucket. That of GET does.
         return None if found is None else self._entry(found)
 
     def put(self, name: str, data: bytes, *, makes_folder: bool = True) -> None:
-        import obstore
-
-        answer = self._ask(
-            "put", name, lambda key: obstore.put(self._client, key, data, use_multipart=False), may_be_absent=False
-        )
+        answer = self._ask("put", name, lambda key: self._client.put(key, data, use_multipart=False), may_be_absent=False)
         self._note_version(answer)
         self.usage.add(bytes_out=len(data))
 
     def create(self, name: str, data: bytes) -> bool:
-        import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         attempts = _Attempts(self, "put", name)
         was_lost = False
         while True:
             try:
-                answer = attempts.once(lambda key: obstore.put(self._client, key, data, mode="create", use_multipart=False))
+                answer = attempts.once(lambda key: self._client.put(key, data, mode="create", use_multipart=False))
             except (AlreadyExistsError, PreconditionError) as error:
                 there = self.get(name)
                 if there is not None:
@@ -148,39 +137,28 @@ class ObjectStore(Store):
                 return True
 
     def list(self, prefix: str = "", after: str = "") -> Sequence[Entry]:
-        import obstore
+        offset = self._prefix + after if after else None
 
-        options: dict[str, Any] = {"prefix": self._key(prefix) or None}
-        if after:
-            options["offset"] = self._prefix + after
-
-        def all_pages(_: str) -> list[Any]:
-            return [item for page in obstore.list(self._client, **options) for item in page]
+        def all_pages(key: str) -> list[Any]:
+            return [item for page in self._client.list(key or None, offset=offset) for item in page]
 
         found = self._ask("list", prefix, all_pages, may_be_absent=False)
         # Again: a store that ignores where to begin begins at the beginning.
         return sorted(entry for item in found or [] if (entry := self._entry(item)).name > after)
 
     def has_folder(self, prefix: str) -> bool:
-        import obstore
-
-        def first_page(_: str) -> bool:
-            return any(len(page) for page in obstore.list(self._client, prefix=self._key(prefix) or None, chunk_size=1))
+        def first_page(key: str) -> bool:
+            return any(len(page) for page in self._client.list(key or None, chunk_size=1))
 
         return bool(self._ask("list", prefix, first_page, may_be_absent=False))
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        import obstore
-
-        key = self._key(prefix)
-        found = self._ask("list", prefix, lambda _: obstore.list_with_delimiter(self._client, key or None), may_be_absent=False)
+        found = self._ask("list", prefix, lambda key: self._client.list_with_delimiter(key or None), may_be_absent=False)
         assert found is not None
         return sorted({each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"]})
 
     def delete(self, name: str) -> None:
-        import obstore
-
-        self._ask("delete", name, lambda key: obstore.delete(self._client, key))
+        self._ask("delete", name, self._client.delete)
 
     def delete_all(self, prefix: str) -> None:
         checked_name(prefix)
@@ -189,15 +167,11 @@ class ObjectStore(Store):
             self._delete_some(prefix, keys[begin : begin + DELETED_AT_ONCE])
 
     def _delete_some(self, prefix: str, keys: Sequence[str]) -> None:
-        import obstore
-
-        self._ask("delete", prefix, lambda _: obstore.delete(self._client, keys))
+        self._ask("delete", prefix, lambda _: self._client.delete(keys))
         if not self.url.startswith("s3://"):  # which takes all in one request
             self.usage.add(delete=len(keys) - 1)
 
     def upload(self, name: str, path: Path) -> None:
-        import obstore
-
         size = path.stat().st_size
         if size <= PART_BYTES:
             self.put(name, path.read_bytes())
@@ -205,7 +179,7 @@ class ObjectStore(Store):
 
         def send(key: str) -> Any:
             with open(path, "rb") as file:
-                return obstore.put(self._bulk, key, file, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+                return self._bulk.put(key, file, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
         self._note_version(self._ask("put", name, send, may_be_absent=False))
         self.usage.add(bytes_out=size, put=-(-size // PART_BYTES) + 1)

@@ -50,7 +50,9 @@ def _plain(hint: Any) -> Check:
         return lambda value, name: "" if value is None else _wrong(name, value, "null")
     if isinstance(hint, type) and issubclass(hint, Enum):
         values = {member.value for member in hint}
-        return lambda value, name: "" if _hashable(value) and value in values else _wrong(name, value, f"a {hint.__name__}")
+        return lambda value, name: (
+            "" if isinstance(value, str | int | float | None) and value in values else _wrong(name, value, f"a {hint.__name__}")
+        )
     # By the exact type: True is an int for Python, and none for a step.
     allowed = (int, float) if hint is float else (hint,)
     return lambda value, name: "" if type(value) in allowed else _wrong(name, value, hint.__name__)
@@ -127,10 +129,6 @@ def _sequence(origin: type, args: tuple[Any, ...]) -> Check:
 
 def _below(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, str | int | float | None)
 
 
 def _wrong(name: str, value: Any, expected: str) -> str:

@@ -34,11 +34,6 @@ class Usage:
         with self._lock:
             self._others.append(source)
 
-    def so_far(self) -> dict[str, int]:
-        """Returns what was asked since the start."""
-        with self._lock:
-            return dict(self._total())
-
     def take(self) -> dict[str, int]:
         """Returns what was asked since the last call; empty if nothing was."""
         with self._lock:

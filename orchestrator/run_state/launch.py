@@ -9,8 +9,6 @@ with each incident. A background thread writes them: storage that hangs does not
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import queue
 import threading
@@ -75,7 +73,7 @@ def _course(params: Mapping[str, Any]) -> str:
     """Returns a digest of the settings of the training: with others, a step that comes again has other numbers."""
     left_out = (*ORCHESTRATOR_SECTIONS, *PLACE)
     training = {name: str(value) for name, value in params.items() if name.partition(".")[0] not in left_out}
-    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()[:16]
+    return json_text.digest_of(training)[:16]
 
 
 def _latest_term(run_dir: str) -> int:

@@ -55,8 +55,7 @@ class RunFolder:
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 file.write(b"\n")  # else the unfinished line of a driver that died would swallow ours
             file.write(text.encode())
-            file.flush()
-            durable.sync(file.fileno())
+            durable.sync_file(file)
 
     def take_requests(self, launch_id: str) -> list[Request]:
         """Returns what is asked of a launch, once."""

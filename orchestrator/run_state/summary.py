@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from gangway.storage import documents
+from gangway.storage import documents, json_text
 from orchestrator.run_state.goodput import share
 from orchestrator.run_state.incident_log import KEPT_INCIDENTS
 from orchestrator.run_state.launch import Launch
@@ -79,7 +77,7 @@ def build(
             "wall_s": wall_s,
             "started_at": _time(began_s),
         },
-        "configuration_digest": _digest(configuration),
+        "configuration_digest": json_text.digest_of(configuration),
         "training_digest": training_digest(configuration),
         "versions": versions(),
     }
@@ -88,11 +86,7 @@ def build(
 def training_digest(configuration: Mapping[str, Any]) -> str:
     """Returns a digest of what a configuration (`orchestrator.config.job.shown`) says of the training, wherever it is stored."""
     training = {name: value for name, value in configuration.items() if name not in (*ORCHESTRATOR_SECTIONS, *PLACE)}
-    return _digest(training)
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return json_text.digest_of(training)
 
 
 def versions() -> dict[str, str]:

@@ -101,8 +101,8 @@ class FakeFolder:
         taken, self._files["requests"] = self._files.get("requests", []), []
         return taken
 
-    def read(self, kind: DocumentKind) -> Any:
-        return kind.parse(self._files[kind.name], kind.name) if kind.name in self._files else None
+    def salvaged(self, kind: DocumentKind) -> tuple[Any, tuple[str, ...]]:
+        return kind.parse(self._files[kind.name], kind.name) if kind.name in self._files else None, ()
 
     def write(self, kind: DocumentKind, document: Any, name: str | None = None) -> None:
         self._world.write()

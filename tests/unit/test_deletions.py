@@ -22,14 +22,14 @@ OF_STORES = {"delete", "delete_all"}
 def deletions(text: str) -> list[int]:
     """Returns the lines of a source that delete something, by what they call, import or hand on."""
     found: list[int] = []
-    if not re.search(r"\b(remove|move|rm|(?:ob)?store\.delete\w*|" + "|".join(NAMES) + r")\b", text):
+    if not re.search(r"\b(remove|move|rm|(?:(?:ob)?store|_client)\.delete\w*|" + "|".join(NAMES) + r")\b", text):
         return found  # most files: parsing all of them takes seconds
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Attribute(value=ast.Name(id=module), attr=name) if name in OF_MODULES.get(module, ()):
                 found.append(node.lineno)
             case ast.Attribute(
-                value=ast.Attribute(attr="store") | ast.Name(id="store" | "obstore"), attr="delete" | "delete_all"
+                value=ast.Attribute(attr="store" | "_client") | ast.Name(id="store" | "obstore"), attr="delete" | "delete_all"
             ):
                 found.append(node.lineno)
             case ast.Attribute(attr=name) if name in NAMES:
@@ -68,6 +68,7 @@ def test_those_that_may_delete_are_there_and_do():
         "place.store.delete_all(name)",
         "store.delete(name)",
         "obstore.delete(client, name)",
+        "self._client.delete(name)",
     ],
 )
 def test_the_reader_sees_what_deletes(line):

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import threading
 
@@ -13,6 +14,10 @@ from orchestrator.run_state.outcome import read_outcome, write_outcome
 from tests import in_folder
 
 KIND = DocumentKind("a.json", dict[str, int], "it is new")
+
+
+def create(path, data):
+    return documents.create_text(path, json.dumps(data))
 
 
 def test_write_read_replace(tmp_path):
@@ -54,12 +59,12 @@ def test_of_many_creators_one_wins(tmp_path):
     won = []
     barrier = threading.Barrier(8)
 
-    def create(number):
+    def claim(number):
         barrier.wait()
-        if documents.create_json(tmp_path / "claim.json", number):
+        if create(tmp_path / "claim.json", number):
             won.append(number)
 
-    threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=claim, args=(n,)) for n in range(8)]
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert len(won) == 1
@@ -74,8 +79,8 @@ def test_a_bucket_takes_the_same_calls(scheme, stores, monkeypatch):
     url = documents.join(folder, "run", "a.json")
     assert documents.is_url(url)
     assert documents.read_json(url) is None
-    assert documents.create_json(url, {"a": 1})
-    assert not documents.create_json(url, {"a": 2})
+    assert create(url, {"a": 1})
+    assert not create(url, {"a": 2})
     assert documents.read_json(url) == {"a": 1}
     documents.write_json(url, {"a": 3})
     assert documents.read_json(opening.place_of(url)) == {"a": 3}
@@ -161,9 +166,9 @@ def test_without_hard_links_a_document_that_cannot_be_finished_holds_no_place(tm
 
     monkeypatch.setattr(os, "fsync", in_folder(tmp_path, full, sync))
     with pytest.raises(OSError, match="No space left"):
-        documents.create_json(tmp_path / "claim.json", 1)
+        create(tmp_path / "claim.json", 1)
     assert os.listdir(tmp_path) == []
-    assert documents.create_json(tmp_path / "claim.json", 2)
+    assert create(tmp_path / "claim.json", 2)
 
 
 def test_a_bucket_that_tells_late_who_came_first_is_believed(tmp_path, no_links, monkeypatch):
@@ -177,7 +182,7 @@ def test_a_bucket_that_tells_late_who_came_first_is_believed(tmp_path, no_links,
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", in_folder(tmp_path, stale, sync))
-    assert not documents.create_json(tmp_path / "claim.json", 2)
+    assert not create(tmp_path / "claim.json", 2)
     assert documents.read_json(tmp_path / "claim.json") == 1
 
 
@@ -189,8 +194,8 @@ def test_a_link_whose_answer_was_lost_was_made(tmp_path, monkeypatch):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
     monkeypatch.setattr(os, "link", in_folder(tmp_path, lost, link))
-    assert documents.create_json(tmp_path / "claim.json", 1)
-    assert not documents.create_json(tmp_path / "claim.json", 2)
+    assert create(tmp_path / "claim.json", 1)
+    assert not create(tmp_path / "claim.json", 2)
 
 
 @pytest.mark.parametrize("is_made", [False, True])
@@ -209,9 +214,9 @@ def test_a_temporary_file_that_is_deleted_meanwhile_costs_no_creator_its_documen
         link(source if not is_made else target, target)
 
     monkeypatch.setattr(os, "link", in_folder(tmp_path, interrupted, link))
-    assert documents.create_json(tmp_path / "claim.json", 1)
+    assert create(tmp_path / "claim.json", 1)
     assert deleted
-    assert not documents.create_json(tmp_path / "claim.json", 2)
+    assert not create(tmp_path / "claim.json", 2)
     assert documents.read_json(tmp_path / "claim.json") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["claim.json"]
 

@@ -70,10 +70,10 @@ def test_a_checkpoint_that_was_put_in_its_place_is_there_after_a_power_cut(tmp_p
     assert list(disk.names[str(tmp_path)]) == ["12"]
 
 
-@pytest.mark.parametrize("write", [documents.write_json, documents.create_json])
+@pytest.mark.parametrize("write", [documents.write_text, documents.create_text])
 def test_a_document_of_the_driver_is_never_found_empty(tmp_path, disk, write):
     path = tmp_path / "launch.json"
-    write(path, {"driver_term": 3})
+    write(path, '{"driver_term": 3}')
     assert disk.too_early == []
     assert json.loads(disk.contents[path.stat().st_ino]) == {"driver_term": 3}
 
