@@ -150,6 +150,22 @@ def ignores(number: int) -> bool:
     return number == signal.SIGHUP and os.getsid(0) == os.getpid() and not _has_terminal()
 
 
+OF_AN_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals by which a process is asked to end. In a session without a terminal SIGHUP is ignored."""
+
+
+@contextmanager
+def handling(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Lets the handler take these signals in the block. One that this process ignores stays ignored: SIGHUP under `nohup`, SIGINT
+    behind `&`."""
+    before = {number: signal.signal(number, signal.SIG_IGN if ignores(number) else handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))

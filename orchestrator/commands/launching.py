@@ -10,18 +10,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gangway.config.masking import masked
 from gangway.program import Signalled
 from gangway.stop_reason import StopReason
 from gangway.storage import documents
 from gangway.storage.probe import check_writable, no_folder_if_refused
-from gangway.terminal import arrived, ignores
+from gangway.terminal import OF_AN_END, arrived, handling
 from gangway.wire.console import Note, Status
 from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
@@ -55,33 +55,29 @@ class EndedAtOnce(Exception):
     """Somebody has interrupted the command twice: it did not wait for the driver to save."""
 
 
-class How(NamedTuple):
-    """How a configuration is used."""
-
-    dry_run: bool = False
-    everything: bool = False
-    """Whether a dry run shows all settings."""
-    fresh: bool = False
-    """Whether the run begins anew, with the folder of an earlier one moved aside."""
-
-
-def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int:
-    """Runs the job of a configuration, or only tells what it would be. `began_s`: when the command began, by the monotonic clock;
-    all times that it shows count from then. Returns the exit status."""
+def run(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    began_s: float,
+    begin_anew: bool = False,
+    only_tell: bool = False,
+    everything: bool = False,
+) -> int:
+    """Runs the job of a configuration, or only tells what it would be; `everything`: with all settings. `began_s`: when the
+    command began, by the monotonic clock; all times that it shows count from then. `begin_anew`: the folder of an earlier run is
+    moved aside. Returns the exit status."""
     try:
         config = load(path, overrides)
-        if how.dry_run:
-            print(dry_run(config, how))
+        if only_tell:
+            print(dry_run(config, begin_anew=begin_anew, everything=everything))
             return EXIT_FINISHED if arrived() else EXIT_FAILED
-        return launch(config, began_s, fresh=how.fresh)
+        return launch(config, began_s, fresh=begin_anew)
     except REFUSALS as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
-    except PlanError as error:
+    except (PlanError, EndedAtOnce) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_FAILED
-    except EndedAtOnce as error:
-        print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except SystemExit as error:
         # Importing Ray puts a handler of SIGTERM in the place of ours, and it ends the process so.
@@ -98,14 +94,14 @@ def nothing_to_do(config: JobConfig, step: int) -> str:
     )
 
 
-def dry_run(config: JobConfig, how: How) -> str:
+def dry_run(config: JobConfig, *, begin_anew: bool = False, everything: bool = False) -> str:
     """Returns what the run would be, as text. Raises ConfigError."""
     plan = report.check(config)
-    if not how.fresh or not fresh.is_begun(config.run_dir):
-        return report.render(config, plan, everything=how.everything)
+    if not begin_anew or not fresh.is_begun(config.run_dir):
+        return report.render(config, plan, everything=everything)
     plan = dataclasses.replace(plan, continues=None)
     moved = f"# {'begins anew':<18}{config.run_dir} is moved to {fresh.place_for(config.run_dir)}"
-    return f"{report.render(config, plan, everything=how.everything)}\n{moved}"
+    return f"{report.render(config, plan, everything=everything)}\n{moved}"
 
 
 def launch(config: JobConfig, began_s: float, *, fresh: bool = False) -> int:
@@ -144,12 +140,19 @@ def run_job(
     # Here, and not in the driver, which may run in another folder or on another machine.
     made_by = {**tags.of_user(sys.argv), **code()}
     message |= {"started_at_s": started_at_s, "shown": first, "tags": made_by}
-    ended = ThreadEnd()
+    errors: list[BaseException] = []
+
+    def run_driver() -> None:
+        try:
+            fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
+        except BaseException as error:  # a thread's boundary: shown by the main thread
+            errors.append(error)
+
     # Off the main thread: there Ray Train would take SIGINT for itself.
-    driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
+    driver = threading.Thread(target=run_driver, name="driver", daemon=True)
     driver.start()
     # To the end, and not only while it trains: a signal that comes late changes neither what is saved nor the exit status.
-    with relay_signals(board, run_dir, launch_id):
+    with handling(Relay(board, run_dir, launch_id).on_signal, *OF_AN_END):
         try:
             own_died = partial(board.request_stop, StopReason.HEAD_LOST) if is_own_ray(config) else None
             with head.HeadWatch(head_address(), run_dir, console.show, own_died) as head_watch:
@@ -163,7 +166,7 @@ def run_job(
         asked = board.stop_requested()
         lost = head_watch.why_lost() if outcome is None or asked == StopReason.HEAD_LOST else None
         leave(driver, has_head=lost is None)
-    return outcome and {**outcome, "asked": asked}, ended.error, lost
+    return outcome and {**outcome, "asked": asked}, next(iter(errors), None), lost
 
 
 def is_own_ray(config: JobConfig) -> bool:
@@ -202,11 +205,11 @@ def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanRe
     """Returns what the run will be, and whether Ray Train supervises the driver. The child that works out the plan runs while Ray
     starts and is imported: no machine is asked for before the plan is known to be good."""
     console.show(Status(ev="status", state="checking"))
-    with report.Plan(config) as plan:
+    with report.start(config) as plan:
         try:
             supervised = connect(config)
             import_ray_train()
-            return plan.report(), supervised
+            return report.answered(config, plan), supervised
         except BaseException:
             disconnect()
             raise
@@ -232,45 +235,18 @@ def leave(driver: threading.Thread, has_head: bool) -> None:
     leaving.join(LEAVE_TIMEOUT_S)
 
 
-def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
-    fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
-
-
 # ---------------------------------------------------------------------- signals and exit
 
 
-class ThreadEnd:
-    """The exception with which the driver's thread ended."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def catch(self, work: Callable[..., None], *arguments: Any) -> None:
-        try:
-            work(*arguments)
-        except BaseException as error:  # a thread's boundary: shown by the main thread
-            self.error = error
-
-
-class relay_signals:
+class Relay:
     """SIGINT, SIGTERM, and SIGHUP when the terminal is closed, ask the driver to save and stop. A second SIGINT ends this command
-    at once. A signal that this process ignores asks for nothing: SIGHUP under `nohup`, SIGINT behind `&`."""
+    at once."""
 
     def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
         self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
         self.asked_at_s: float | None = None
-        self.before: dict[int, Any] = {}
 
-    def __enter__(self) -> relay_signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self.before[number] = signal.signal(number, signal.SIG_IGN if ignores(number) else self._on_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked_at_s is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked_at_s = time.monotonic()

@@ -1,24 +1,19 @@
-"""What a run will need: `gangway plan CONFIG [--on NAME] [key=value ...]`. Nothing is started, and no machine is taken.
-
-Tells what a run will need. It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the
-hardware: memory of a device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput,
-and a price.
-Data, a tokenizer and weights that only the hosts have need not be here: a note names them.
-NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
-Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
-"""
+"""What `gangway plan` finds out about a run, and says: memory, the time of a step, days, goodput, requests, a price."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gangway.first_line import say
-from gangway.program import EXIT_REFUSED, Parser, command
+from gangway.storage.opening import is_url
+from orchestrator.commands import compile as compiling
+from orchestrator.config.job import ConfigError, build, to_dict
+from orchestrator.planning import hardware, report, roofline, trial
+from orchestrator.planning.report import scaled
+from trainers.config.arguments import absent_paths
+from trainers.console.text import seconds
 
-EXIT_FITS, EXIT_FAILED = 0, 1
 SAVE_BYTES_PER_S = 1e9
 """What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
 COPY_BYTES_PER_S = 5e9
@@ -31,50 +26,9 @@ SMALLER = (
 """What makes a step need less memory, tried in this order where it does not fit."""
 
 
-@command(ValueError, is_read=True)
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser("orchestrator.plan", __doc__.split("\n\n")[1], example="config.yaml --on v5e-256 --price 1.2")
-    parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 global_batch_size=512")
-    parser.add_argument("--on", metavar="NAME", help="other machines than `hosts`: v5e-256, v5p-512x4, h100-8x16")
-    parser.add_argument(
-        "--meshes", action="store_true", help="try meshes of data, fsdp and tensor, and propose one; takes minutes"
-    )
-    parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, in your currency")
-    parser.add_argument("--hours-between-failures", type=float, metavar="H", help="of the whole run; default: by its devices")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_intermixed_args(argv)
-    say(f"planning {options.config}: nothing is started", stream=sys.stderr)
-    # After the first line: this imports much.
-    from gangway.config.masking import masked
-    from gangway.storage import json_text
-    from orchestrator.config.job import load
-    from orchestrator.planning import hardware, meshes
-    from orchestrator.planning.child import PlanError
-
-    try:
-        machines = [] if options.on is None else hardware.overrides_for(options.on)
-        config = load(options.config, [*machines, *options.overrides])
-        if options.meshes:
-            found = meshes.compared(config, lambda changed: planned(changed, options, remedies=False))
-        else:
-            found = planned(config, options)
-    except PlanError as error:
-        print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_FAILED
-    told = meshes.lines(found) if options.meshes else lines(found)
-    print(json_text.dumps(found, indent=1) if options.json else "\n".join(told))
-    return EXIT_FITS if found["fits"] else EXIT_REFUSED
-
-
 def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) -> dict[str, Any]:
     """Returns the plan; with `remedies` also what makes a step fit that does not. Raises ConfigError with what is wrong, and
     PlanError if the compiler failed."""
-    from orchestrator.commands import compile as compiling
-    from orchestrator.config.job import ConfigError, build, to_dict
-    from orchestrator.planning import hardware, report
-    from trainers.config.arguments import absent_paths
-
     wrong, elsewhere = absent_paths(config.training)
     if wrong:
         raise ConfigError(config.training.name, wrong)
@@ -113,9 +67,6 @@ def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) 
 def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[str, Any]:
     """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does. `room`
     (`orchestrator.planning.hardware`) judges where the compiler knows no limit."""
-    from orchestrator.commands import compile as compiling
-    from orchestrator.config.job import ConfigError, build, to_dict
-    from orchestrator.planning.hardware import DOES_NOT_FIT
 
     def facts_of(config: Any) -> dict[str, Any]:
         facts = compiling.facts(config, None if room is None else room.of_device)
@@ -126,7 +77,7 @@ def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[st
     try:
         return {"facts": facts_of(config), "problem": None, "remedy": None}
     except ConfigError as error:
-        if DOES_NOT_FIT not in str(error):
+        if hardware.DOES_NOT_FIT not in str(error):
             raise
         problem = error.last_line
     for override, why in SMALLER if remedies else ():
@@ -151,9 +102,6 @@ def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
 
 def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns what follows from the time of a step; nothing where that is not known, but why."""
-    from gangway.storage.opening import is_url
-    from orchestrator.planning import roofline, trial
-
     if estimate.flops_per_step is None or not found["fits"]:
         return {"step_s": None, "not_predicted": "the model's FLOPs are not known" if found["fits"] else "it does not fit"}
     if device is not None:
@@ -190,7 +138,7 @@ def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, opt
 def asked_of_bucket(num_hosts: int, save_every_s: float, days: float | None) -> dict[str, float | None]:
     """Returns how many requests a save, an hour with its saves, and the whole run make; the last is None without an end."""
 
-    hour = requests_of_run(num_hosts, 1.0, 3600.0 / save_every_s)
+    hour = HOUR + requests_of_save(num_hosts).times(3600.0 / save_every_s)
     whole = None if days is None else round(sum(hour.times(24 * days)))
     share = hour.writes / sum(hour)
     return {"save": sum(requests_of_save(num_hosts)), "hour": round(sum(hour)), "whole_run": whole, "share_of_writes": share}
@@ -198,8 +146,6 @@ def asked_of_bucket(num_hosts: int, save_every_s: float, days: float | None) -> 
 
 def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Returns the time of a step by the figures of the hardware, with the range of published runs."""
-    from orchestrator.planning import roofline
-
     within, network = by_distance(config.hosts, estimate, roofline.over_links(found["exchanged"]))
     work = roofline.Work(
         flops=estimate.flops_per_step / estimate.num_devices,
@@ -224,8 +170,6 @@ def by_distance(hosts: Any, estimate: Any, exchanged: float) -> tuple[float, flo
     """Returns the bytes of a step that a device sends (within its slice or machine, to others), of those that the compiler tells
     as `exchanged`. Of machines with GPUs it is not known which axis goes between them: all do. Of TPUs the compiler tells what
     goes within a slice alone; between slices goes a device's share of the gradients, in float32."""
-    from orchestrator.planning import roofline
-
     if hosts.kind == "gpu":
         return (0.0, exchanged) if estimate.num_hosts > 1 else (exchanged, 0.0)
     slices = estimate.mesh.get("slice", hosts.slices)
@@ -250,8 +194,6 @@ def save_interval_s(checkpoint: Any, step_s: float) -> float:
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a person reads."""
-    from orchestrator.planning.report import scaled
-
     where = f" on {found['on']}" if found["on"] else ""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
@@ -297,16 +239,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _time(duration_s: float) -> str:
     """0.31 ms · 12.3 s · 1 h 05 min · 3.5 days."""
-    from trainers.console.text import seconds
-
     if duration_s < 0.1:
         return f"{1e3 * duration_s:.3g} ms"
     return seconds(duration_s) if duration_s < 86400.0 else f"{duration_s / 86400.0:.3g} days"
 
 
 def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    from orchestrator.planning.report import scaled
-
     memory, limit = found["memory"], found["memory_of_device"]
     if found["problem"]:
         yield f"memory           {found['problem']}"
@@ -347,7 +285,3 @@ HOUR = Requests(3950, 4300)
 
 def requests_of_save(num_hosts: int) -> Requests:
     return SAVE + SAVE_OF_HOST.times(num_hosts)
-
-
-def requests_of_run(num_hosts: int, hours: float, saves: float) -> Requests:
-    return HOUR.times(hours) + requests_of_save(num_hosts).times(saves)

@@ -25,7 +25,7 @@ from typing import Any
 from gangway.config.yaml_source import ConfigError, shown_override
 from gangway.first_line import say
 from gangway.program import command, parser
-from gangway.terminal import arrived, ignores
+from gangway.terminal import OF_AN_END, arrived, handling
 from orchestrator.config.job import JobConfig, load, shown, to_dict
 from orchestrator.config.locate import REFUSALS
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, finished_at
@@ -127,7 +127,7 @@ def train(path: str, runs: Runs) -> int:
 @contextmanager
 def passing_on() -> Iterator[tuple[list[int], list[subprocess.Popen]]]:
     """Passes signals that ask for an end on to the last child, which saves and stops. Yields the signals that have come, and the
-    children. One that this process ignores asks for nothing: SIGHUP under `nohup`, SIGINT behind `&`."""
+    children."""
     asked, children = list[int](), list[subprocess.Popen]()
 
     def pass_on(number: int, frame: Any) -> None:
@@ -136,13 +136,8 @@ def passing_on() -> Iterator[tuple[list[int], list[subprocess.Popen]]]:
         for child in children[-1:]:
             child.send_signal(asked[-1])
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN if ignores(number) else pass_on) for number in numbers}
-    try:
+    with handling(pass_on, *OF_AN_END):
         yield asked, children
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

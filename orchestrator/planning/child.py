@@ -61,12 +61,6 @@ class Child:
 
     def facts(self) -> dict[str, Any]:
         """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
-        answer = self._read()
-        if answer["problems"]:
-            raise ConfigError(self.name, answer["problems"])
-        return answer["facts"]
-
-    def _read(self) -> dict[str, Any]:
         try:
             status = self._process.wait(self.timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -80,4 +74,7 @@ class Child:
         self._answer.seek(0)
         if not (text := self._answer.read()):
             raise PlanError(f"python -m {self.module} has ended without an answer: does your code end the process (os._exit)?")
-        return json.loads(text)
+        answer = json.loads(text)
+        if answer["problems"]:
+            raise ConfigError(self.name, answer["problems"])
+        return answer["facts"]

@@ -113,8 +113,8 @@ class PlanReport:
 def check(config: JobConfig, absent: Collection[str] = ()) -> PlanReport:
     """Raises ConfigError with everything that a look at the code and the data shows to be wrong. `absent`: keys of paths that are
     not looked at."""
-    with Plan(config, absent) as plan:
-        return plan.report()
+    with start(config, absent) as child:
+        return answered(config, child)
 
 
 def render(config: JobConfig, report: PlanReport, *, everything: bool = False) -> str:
@@ -293,30 +293,20 @@ def scaled(number: float) -> str:
     return f"{number:g} "
 
 
-class Plan:
-    """The plan while a child process works it out. The process is killed at the end of the `with` if it is still there."""
+def start(config: JobConfig, absent: Collection[str] = ()) -> Child:
+    """Starts the child process that works out the plan, which is killed at the end of the `with` if it is still there."""
+    request = {"num_devices": hosts_config.num_devices(config.hosts), "absent": [*absent]}
+    return Child("trainers.planning.estimate", config, request, {})
 
-    def __init__(self, config: JobConfig, absent: Collection[str] = ()):
-        self._config = config
-        request = {"num_devices": hosts_config.num_devices(config.hosts), "absent": [*absent]}
-        self._child = Child("trainers.planning.estimate", config, request, {})
 
-    def __enter__(self) -> Plan:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._child.__exit__(*error)
-
-    def report(self) -> PlanReport:
-        """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
-        config = self._config
-        facts = self._child.facts()
-        return PlanReport(
-            num_hosts=hosts_config.num_hosts(config.hosts),
-            devices_per_host=hosts_config.devices_per_host(config.hosts),
-            mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
-            **facts,
-        )
+def answered(config: JobConfig, child: Child) -> PlanReport:
+    """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
+    return PlanReport(
+        num_hosts=hosts_config.num_hosts(config.hosts),
+        devices_per_host=hosts_config.devices_per_host(config.hosts),
+        mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
+        **child.facts(),
+    )
 
 
 def _flat(data: Mapping[str, Any], prefix: str) -> Any:

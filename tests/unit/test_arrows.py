@@ -267,8 +267,6 @@ def test_the_first_line_of_a_run_needs_the_standard_library_alone():
     assert ours - {"gangway.first_line.say", "gangway.program.program"} == {
         "orchestrator",
         "orchestrator.run",
-        "orchestrator.commands",
-        "orchestrator.commands.run",
         "gangway",
         *light,
     }

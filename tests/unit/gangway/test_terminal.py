@@ -237,7 +237,7 @@ HAS_A_CHILD = "print('a line\\n' * 20000, flush=True); return subprocess.call(['
 
 IS_READ = [
     *("orchestrator.runs.status", "orchestrator.runs.history", "orchestrator.runs.compare", "orchestrator.runs.incidents"),
-    *("orchestrator.runs.logs", "orchestrator.commands.checkpoints", "orchestrator.commands.plan"),
+    *("orchestrator.runs.logs", "orchestrator.commands.checkpoints", "orchestrator.plan"),
     *("orchestrator.commands.compile", "orchestrator.commands.completion"),
     *("trainers.commands.data", "trainers.commands.evaluate", "trainers.commands.generate"),
 ]

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from gangway import program
+from gangway import program, terminal
+from orchestrator import run as command_of_run
 from orchestrator.commands import launching
-from orchestrator.commands import run as command_of_run
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
 from orchestrator.reporting.board import Board
@@ -59,7 +59,8 @@ def happened(monkeypatch):
                 raise self.answer
             return self.answer
 
-    monkeypatch.setattr(report, "Plan", Plan)
+    monkeypatch.setattr(report, "start", Plan)
+    monkeypatch.setattr(report, "answered", lambda config, plan: plan.report())
     monkeypatch.setattr(launching, "connect", lambda config: happened.append("Ray is started") or True)
     monkeypatch.setattr(launching, "import_ray_train", lambda: happened.append("Ray Train is imported"))
     monkeypatch.setattr(launching, "disconnect", lambda: happened.append("Ray is ended"))
@@ -77,11 +78,11 @@ def test_the_plan_is_worked_out_while_ray_starts(job, happened):
 
 
 def test_what_is_wrong_ends_ray_and_the_console_before_it_is_reported(job, happened, monkeypatch, capsys):
-    monkeypatch.setattr(report.Plan, "answer", ConfigError("x", ["no such column"]))
+    monkeypatch.setattr(report.start, "answer", ConfigError("x", ["no such column"]))
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_REFUSED
+    assert launching.run("x.yaml", [], began_s=0.0) == outcome.EXIT_REFUSED
     assert happened == [*BESIDE, "Ray is ended", "the child is ended"]
     assert console.closed == 1
     assert "no such column" in capsys.readouterr().err
@@ -93,7 +94,7 @@ def test_a_disk_that_fails_at_the_start_is_a_line_and_no_traceback(monkeypatch, 
         raise OSError(errno.EIO, "Input/output error", "/runs/a")
 
     monkeypatch.setattr(launching, "load", load)
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_REFUSED
+    assert launching.run("x.yaml", [], began_s=0.0) == outcome.EXIT_REFUSED
     assert capsys.readouterr().err == "error: [Errno 5] Input/output error: '/runs/a'\n"
 
 
@@ -109,7 +110,7 @@ def test_a_sigterm_that_ray_takes_is_an_interruption_and_another_exit_is_none(mo
 
 
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
-    monkeypatch.setattr(report.Plan, "answer", KeyboardInterrupt())
+    monkeypatch.setattr(report.start, "answer", KeyboardInterrupt())
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
@@ -145,7 +146,7 @@ def of_a_terminal(monkeypatch):
 def test_each_signal_asks_for_a_stop_and_the_handlers_of_before_come_back(tmp_path, monkeypatch, number, reason):
     monkeypatch.setattr(threading, "Timer", lambda *given: threading.Thread(target=lambda: None))
     before = [signal.getsignal(each) for each in SIGNALS]
-    with launching.relay_signals(board := Board(), str(tmp_path), "here"):
+    with terminal.handling(launching.Relay(board := Board(), str(tmp_path), "here").on_signal, *SIGNALS):
         signal.raise_signal(number)
         assert asked(board) == reason
         signal.raise_signal(signal.SIGHUP)  # a service manager sends it after SIGTERM: once is enough
@@ -161,7 +162,7 @@ def test_a_signal_that_was_ignored_at_the_start_is_ignored_to_the_end(tmp_path, 
     try:
         with program.interruptible():
             signal.raise_signal(number)
-        with launching.relay_signals(board := Board(), str(tmp_path), "here"):
+        with terminal.handling(launching.Relay(board := Board(), str(tmp_path), "here").on_signal, *SIGNALS):
             signal.raise_signal(number)
             signal.raise_signal(number)
         assert signal.getsignal(number) == signal.SIG_IGN
@@ -175,14 +176,14 @@ def test_a_signal_after_the_end_of_the_board_raises_nothing(tmp_path):
         def request_stop(self, reason, *, wait=True):
             raise ConnectionError
 
-    launching.relay_signals(Gone(), str(tmp_path), "here")._request_stop("interrupted")
+    launching.Relay(Gone(), str(tmp_path), "here")._request_stop("interrupted")
 
 
 @pytest.mark.usefixtures("of_a_terminal")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happened, monkeypatch, capsys, number):
     monkeypatch.setattr(program, "ignores", lambda number: False)
-    monkeypatch.setattr(report.Plan, "report", lambda plan: os.kill(os.getpid(), number))
+    monkeypatch.setattr(report.start, "report", lambda plan: os.kill(os.getpid(), number))
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: Console())
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     before = [signal.signal(each, handler) for each, handler in zip(SIGNALS, OF_PYTHON, strict=True)]
@@ -212,10 +213,9 @@ def test_a_dry_run_that_would_begin_anew_says_where_the_earlier_run_goes(job, mo
         continues={"step": 3, "notes": ["goes on"]},
     )
     monkeypatch.setattr(report, "check", lambda config: plan)
-    fresh = launching.How(dry_run=True, fresh=True)
-    assert "begins anew" not in launching.dry_run(job, fresh)  # there is none
+    assert "begins anew" not in launching.dry_run(job, begin_anew=True)  # there is none
     Path(job.run_dir, "checkpoints").mkdir(parents=True)
-    shown = launching.dry_run(job, fresh)
+    shown = launching.dry_run(job, begin_anew=True)
     assert shown.splitlines()[-1] == f"# begins anew       {job.run_dir} is moved to {job.run_dir}.before-1"
     assert "seed: 0" not in shown
-    assert "seed: 0" in launching.dry_run(job, fresh._replace(everything=True))
+    assert "seed: 0" in launching.dry_run(job, begin_anew=True, everything=True)

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from cluster.hosts.config import HostsConfig
+from orchestrator import plan as command
 from orchestrator.commands import compile as compiling
 from orchestrator.commands import plan
 from orchestrator.config.job import ConfigError, load
@@ -22,7 +23,7 @@ TINY = str(ROOT / "configs" / "tiny.yaml")
 def test_a_plan_for_other_machines(tmp_path, capsys):
     words = [TINY, f"storage={tmp_path}", "--on", "h100-2x2", "--price", "2", "--hours-between-failures", "10", "dtype=bfloat16"]
     words += ["data.paths=[/nowhere/text]", "data.tokenizer=/nowhere/tokenizer"]  # as only the hosts have them
-    assert plan.main([*words, "--json"]) == plan.EXIT_FITS
+    assert command.main([*words, "--json"]) == command.EXIT_FITS
     found = json.loads(capsys.readouterr().out)
     assert (found["devices"], found["hosts"], found["fits"], found["problem"]) == (4, 2, True, None)
     assert [line.partition(" is not here")[0] for line in found["not_looked_at"]] == [
@@ -226,7 +227,7 @@ def test_of_gpus_only_what_is_certain_is_refused():
 
 
 def test_a_path_whose_folder_is_here_is_refused_before_anything_is_worked_out(tmp_path, capsys):
-    assert plan.main([TINY, f"storage={tmp_path}", f"data.paths=[{tmp_path}/txet]", "data.tokenizer=/nowhere/tokenizer"]) == 2
+    assert command.main([TINY, f"storage={tmp_path}", f"data.paths=[{tmp_path}/txet]", "data.tokenizer=/nowhere/tokenizer"]) == 2
     why = f"it does not exist, and the folder around it is here, {tmp_path}; correct the path, or make it"
     assert capsys.readouterr().err.splitlines()[1:] == ["error: tiny: 1 problem", f"  data.paths.0 = {tmp_path}/txet: {why}"]
     assert lines_of(not_looked_at=["data.paths.0 = /text is not here"])[1] == "note             data.paths.0 = /text is not here"
@@ -240,5 +241,5 @@ def test_saves_by_steps_and_by_minutes():
 
 
 def test_wrong_words_are_refused(capsys):
-    assert plan.main([TINY, "--on", "v5f-256"]) == plan.EXIT_REFUSED
+    assert command.main([TINY, "--on", "v5f-256"]) == command.EXIT_REFUSED
     assert "did you mean v5" in capsys.readouterr().err

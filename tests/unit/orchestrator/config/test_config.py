@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.hosts.config import HostsConfig
 from gangway.config import yaml_source
 from gangway.config.section import Section, parse_duration_s
-from orchestrator.commands import run
+from orchestrator import run
 from orchestrator.config import job as config
 from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.policies.restart import RestartPolicy

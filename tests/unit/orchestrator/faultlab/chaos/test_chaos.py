@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from gangway.storage.opening import place_of
-from orchestrator.commands import run
+from orchestrator import run
 from orchestrator.config.job import load
 from orchestrator.faultlab.chaos import command as chaos
 from orchestrator.faultlab.chaos import faults as chaos_faults
