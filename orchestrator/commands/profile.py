@@ -26,8 +26,6 @@ TIMEOUT_S = 120.0
 CALL_GRACE_S = 15.0
 """How long to wait for the agents beyond the time that they wait themselves."""
 
-Outcome = Profiled
-"""The result of one host."""
 
 
 @command(*REFUSALS)
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FINE if all(outcome["problem"] is None for outcome in outcomes) else EXIT_NOT_ALL
 
 
-def profile(run_dir: str, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+def profile(run_dir: str, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Profiled]:
     """Profiles these hosts; returns the outcome of each. Raises NoRunError if the run is not running."""
     gang = read_gang(run_dir)
     if gang is None:
@@ -60,11 +58,10 @@ def profile(run_dir: str, steps: int, hosts: Sequence[int], timeout_s: float = T
         raise NoRunError(f"the run in {run_dir} does not go on now: none of its agents is in the Ray cluster {gang['address']}")
     # The answer is found by this id: profiles that nobody asked for here are events too.
     order: Profile = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
-    answers = ask(agents, order, hosts, timeout_s)
     silence = "no training process of this host answers"
-    silent: list[Outcome] = [{"host": host, "path": None, "problem": silence} for host in hosts]
-    answered = {answer["host"] for answer in answers}
-    return sorted([*answers, *(outcome for outcome in silent if outcome["host"] not in answered)], key=_host)
+    found: dict[int | None, Profiled] = {host: {"host": host, "path": None, "problem": silence} for host in hosts}
+    found |= {answer["host"]: answer for answer in ask(agents, order, hosts, timeout_s)}
+    return [found[host] for host in sorted({*hosts})]
 
 
 def how_to_look(folder: str) -> str:
@@ -88,7 +85,7 @@ def find_agents(slots: Sequence[dict[str, Any]]) -> list[Any]:
     return [agent for agent in (find_agent(slot["name"]) for slot in slots) if agent is not None]
 
 
-def ask(agents: Sequence[Any], order: Profile, hosts: Sequence[int], timeout_s: float) -> list[Outcome]:
+def ask(agents: Sequence[Any], order: Profile, hosts: Sequence[int], timeout_s: float) -> list[Profiled]:
     """Returns the answers of the agents of these hosts. An agent that dies gives no answer."""
     import ray
 
@@ -101,11 +98,6 @@ def ask(agents: Sequence[Any], order: Profile, hosts: Sequence[int], timeout_s: 
         except ray.exceptions.RayActorError:
             continue
     return [answer for answer in answers if answer["host"] is not None]
-
-
-def _host(outcome: Outcome) -> int:
-    assert outcome["host"] is not None
-    return outcome["host"]
 
 
 if __name__ == "__main__":

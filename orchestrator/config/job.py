@@ -152,7 +152,7 @@ def to_yaml(config: JobConfig) -> str:
 
 def given_yaml(config: JobConfig) -> str:
     """Returns what of `shown` differs from the defaults, as YAML text."""
-    return yaml_source.to_text(_among(shown(config), given(config)))
+    return yaml_source.to_text(among(shown(config), given(config)))
 
 
 def resolved_yaml(config: JobConfig) -> str:
@@ -188,9 +188,9 @@ def _differing(section: Any) -> dict[str, Any]:
     return found
 
 
-def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data at these keys."""
-    return {name: data[name] if inner is None else _among(data[name], inner) for name, inner in keys.items()}
+    return {name: data[name] if inner is None else among(data[name], inner) for name, inner in keys.items()}
 
 
 def as_settings(options: str) -> str:

@@ -16,7 +16,7 @@ from cluster.hosts import config as hosts_config
 from cluster.hosts.tpu import generation
 from gangway.config import yaml_source
 from gangway.storage import documents, durable
-from orchestrator.config.job import ConfigError, JobConfig, given, to_dict
+from orchestrator.config.job import ConfigError, JobConfig, among, given, to_dict
 from orchestrator.deploy import refusals
 from orchestrator.deploy.request import TPUS, Request
 from orchestrator.shipped.files import CONFIGS, folder_of
@@ -155,15 +155,10 @@ def deployed_config(config: JobConfig, request: Request) -> str:
     if request.to == "ray-cluster" and hosts.start_timeout_s == type(hosts).start_timeout_s:
         changed["start_timeout_s"] = SLOW_START_S
     deployed = dataclasses.replace(config, hosts=dataclasses.replace(hosts, **changed))
-    data = _of({**given(deployed), "name": None, "storage": None}, to_dict(deployed))
+    data = among(to_dict(deployed), {**given(deployed), "name": None, "storage": None})
     if request.to != "slurm":
         data = refusals.copied_paths(data, os.getcwd())
     return yaml_source.to_text({"name": data.pop("name"), **data})
-
-
-def _of(keys: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the data at these keys, in sections; of a section that is None, all of it."""
-    return {name: data[name] if inner is None else _of(inner, data[name]) for name, inner in keys.items()}
 
 
 def resource_name(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ class Trial:
     """The seconds of a step. The fastest window is what the machine can do; the others say how busy it was."""
 
     fastest_s: float
-    middle_s: float
     slowest_s: float
 
 
@@ -70,7 +68,7 @@ def why_not(flops: float, whole_bytes: float, hosts: int, spread: bool) -> str:
 def trial_of(windows: list[list[float]]) -> Trial:
     """Returns the trial of the windows of each host: a step takes as long as on the slowest host."""
     steps = [max(of_hosts) for of_hosts in zip(*windows, strict=True)]
-    return Trial(min(steps), statistics.median(steps), max(steps))
+    return Trial(min(steps), max(steps))
 
 
 def _cores() -> int:

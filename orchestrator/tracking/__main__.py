@@ -2,12 +2,7 @@
 
 import sys
 
-from orchestrator.tracking import mlflow_shipper
-
-
-def main() -> int:
-    return mlflow_shipper.main(sys.argv[1:])
-
+from orchestrator.tracking.mlflow_shipper import main
 
 if __name__ == "__main__":
     sys.exit(main())

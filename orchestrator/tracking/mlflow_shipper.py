@@ -433,7 +433,7 @@ def die_with(parent_pid: int) -> None:
 
 
 @command()
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("orchestrator.tracking", "Ships a run's tracking file to MLflow.", example="runs/spirals")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")
     parser.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)

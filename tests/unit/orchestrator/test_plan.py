@@ -125,7 +125,7 @@ OPTIONS = types.SimpleNamespace(hours_between_failures=1.0, price=None, on=None)
 def test_on_cpus_the_time_of_a_step_is_that_of_a_trial(monkeypatch, tmp_path):
     config = load(TINY, [f"storage={tmp_path}", "checkpoint.save_steps=10"])
     asked = []
-    monkeypatch.setattr(trial, "of", lambda config, **about: asked.append(about) or trial.Trial(0.5, 0.6, 0.9))
+    monkeypatch.setattr(trial, "of", lambda config, **about: asked.append(about) or trial.Trial(0.5, 0.9))
     found = plan.timed(config, ESTIMATE, {"fits": True, "memory": {"peak": 7}}, None, OPTIONS)
     assert asked == [{"flops": 1e9, "peak_bytes": 7}]
     assert (found["step_s"], found["step_s_range"], found["mfu"]) == (0.5, [0.5, 0.9], None)
@@ -156,7 +156,7 @@ def test_only_gradients_go_between_slices_and_all_between_machines_with_gpus():
 
 
 def test_a_run_in_a_bucket_makes_requests_by_the_hour_and_by_the_save(monkeypatch):
-    monkeypatch.setattr(trial, "of", lambda config, **about: trial.Trial(0.5, 0.6, 0.9))
+    monkeypatch.setattr(trial, "of", lambda config, **about: trial.Trial(0.5, 0.9))
     asked = {}
     for steps in (10, 20):  # a save each 5 s, and each 10 s
         config = load(TINY, ["storage=gs://my-bucket/runs", f"checkpoint.save_steps={steps}"])
