@@ -193,6 +193,12 @@ class DocumentKind:
         """Writes the document if there is none; see `documents.create_text`."""
         return create_text(path, self.text(contents))
 
+    def if_whole(self, path: Where) -> dict[str, Any] | None:
+        """Like `read`; None for a damaged document too, which stays where it is."""
+        with suppress(DamagedDocument):
+            return self.read(path)
+        return None
+
     def salvaged(self, path: Where) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """Like `read`, and a damaged document is set aside: then there is a sentence about it (`set_aside`)."""
         try:

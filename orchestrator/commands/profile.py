@@ -27,7 +27,6 @@ CALL_GRACE_S = 15.0
 """How long to wait for the agents beyond the time that they wait themselves."""
 
 
-
 @command(*REFUSALS)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.commands.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")

@@ -59,27 +59,15 @@ class Goodput:
 
     def __init__(self, started_at_s: float, category: str = "start"):
         self._seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self._category = _checked(category)
-        self._started_at_s = self._counted_to_s = started_at_s
-
-    @property
-    def category(self) -> str:
-        return self._category
-
-    @property
-    def counted_to_s(self) -> float:
-        """The time up to which all seconds are counted."""
-        return self._counted_to_s
-
-    @property
-    def started_at_s(self) -> float:
-        return self._started_at_s
+        self.category = _checked(category)
+        self.started_at_s = self.counted_to_s = started_at_s
+        """`counted_to_s`: the time up to which all seconds are counted."""
 
     def switch(self, category: str, at_s: float) -> None:
         """Counts the time after `at_s` as `category`. An `at_s` before the last switch counts as the time of that switch."""
         category = _checked(category)
         self._count_to(at_s)
-        self._category = category
+        self.category = category
 
     def move(self, source: str, destination: str, seconds: float) -> float:
         """Moves seconds from `source` to `destination`, at most as many as `source` has. Returns how many were moved."""
@@ -94,13 +82,13 @@ class Goodput:
         return dict(self._seconds)
 
     def wall_s(self, now_s: float) -> float:
-        return max(now_s, self._counted_to_s) - self._started_at_s
+        return max(now_s, self.counted_to_s) - self.started_at_s
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         return {
-            "started_at_s": self._started_at_s,
-            "counted_to_s": max(now_s, self._counted_to_s),
-            "category": self._category,
+            "started_at_s": self.started_at_s,
+            "counted_to_s": max(now_s, self.counted_to_s),
+            "category": self.category,
             "seconds": self.totals(now_s),
         }
 
@@ -114,13 +102,13 @@ class Goodput:
         """
         clock = cls(data["started_at_s"] + step_s, data["category"])
         clock._seconds |= {_checked(name): float(seconds) for name, seconds in data["seconds"].items()}
-        clock._counted_to_s = data["counted_to_s"] + step_s
+        clock.counted_to_s = data["counted_to_s"] + step_s
         return clock
 
     def _count_to(self, at_s: float) -> None:
-        elapsed_s = max(0.0, at_s - self._counted_to_s)
-        self._seconds[self._category] += elapsed_s
-        self._counted_to_s += elapsed_s
+        elapsed_s = max(0.0, at_s - self.counted_to_s)
+        self._seconds[self.category] += elapsed_s
+        self.counted_to_s += elapsed_s
 
 
 def check_sum(totals: Mapping[str, float], wall_s: float, tolerance: float = 1e-3) -> str:

@@ -63,12 +63,6 @@ def of_all_launches(lines: Sequence[str]) -> list[Entry]:
     return sorted((entry for _, entry in with_launches(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
 
 
-def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
-    """Returns those of a launch, oldest first, and the sentence of `with_launches`. Raises NewerDocument."""
-    found, problem = with_launches(lines)
-    return [entry for of_launch, entry in found if of_launch == launch_id], problem
-
-
 def with_launches(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
     """Returns the incidents of all launches in their last state, each with the id of its launch, by launch and number; and a
     sentence about damaged lines if there are some: a driver may have died while it wrote one. Raises NewerDocument."""

@@ -106,12 +106,8 @@ class Incident:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Incident:
-        """Restores what `to_dict` made, through JSON. Old documents have the `detail` in `action`."""
-        values = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
-        if "detail" not in values:
-            action, _, detail = values.get("action", "").partition(": ")
-            values |= {"action": action, "detail": detail}
-        return cls(**values)
+        """Restores what `to_dict` made, through JSON."""
+        return cls(**{name: value for name, value in data.items() if name in {f.name for f in fields(cls)}})
 
 
 ANOMALIES = {

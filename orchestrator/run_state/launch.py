@@ -60,7 +60,8 @@ def open_launch(
     `waiting` is called with a message if it takes time to find out whether a driver on another machine lives.
     """
     lease_lost = threading.Event()
-    above_term = _latest_term(run_dir)
+    # A new term is higher than that of the state too: the row may have been deleted. A damaged state is reported by `Launch`.
+    above_term = (STATE_KIND.if_whole(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     name, launch = run_dir.rstrip("/").rsplit("/", 1)[-1], (launch_id, started_at_s)
     tracker = Tracker(run_dir, tracking, name, params, launch=launch, driver_term=lease.driver_term)
@@ -74,14 +75,6 @@ def _course(params: Mapping[str, Any]) -> str:
     left_out = (*ORCHESTRATOR_SECTIONS, *PLACE)
     training = {name: str(value) for name, value in params.items() if name.partition(".")[0] not in left_out}
     return json_text.digest_of(training)[:16]
-
-
-def _latest_term(run_dir: str) -> int:
-    """Returns the driver term in the launch's state. A new term must be higher than this even if the row was deleted."""
-    try:
-        return (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
-    except documents.DamagedDocument:  # reported by `Launch`
-        return 0
 
 
 def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -189,7 +182,7 @@ class Launch:
         if not self.progress.leave_course(step):
             return False
         self._num_published += 1
-        self._write(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
+        self.write_beside(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
         self.store()
         return True
 
@@ -205,7 +198,7 @@ class Launch:
                 return
             self.tracker.log_artifact(documents.join(self.run_dir, name), "previews")
 
-        self._write(f"the previews of step {about['step']}", write)
+        self.write_beside(f"the previews of step {about['step']}", write)
 
     def publish(self, step: int, metrics: dict[str, float]) -> None:
         # Read here: the write may come much later, if the storage hangs.
@@ -214,7 +207,7 @@ class Launch:
         if (kind := kind_of(metrics)) is not None:
             self.progress.newest[kind] = dict(metrics)
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
-        self._write(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+        self.write_beside(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
 
     def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
         """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
@@ -222,11 +215,17 @@ class Launch:
         line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
         text = json_text.dumps(line) + "\n"
         # A key for each: a waiting job with the same key would be replaced, and its line lost.
-        self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
+        self.write_beside(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 
-    def write_beside(self, name: str, write: Callable[[], None]) -> None:
-        """Writes something else to the run's folder, from the same background thread."""
-        self._write(name, write)
+    def write_beside(self, name: str, job: Callable[[], None]) -> None:
+        """The one door for what this driver writes to the run, from a thread beside it."""
+
+        def unless_superseded() -> None:
+            # Checked at each write: a driver that was asleep must not overwrite the files of its successor.
+            if not self.lease_lost.is_set() and not self.lease.superseded():
+                job()
+
+        self._writer.put(name, unless_superseded)
 
     def tick(self) -> None:
         """Called often: stores the state every second, so that the next driver finds the clocks up to date; in a bucket, where
@@ -242,8 +241,8 @@ class Launch:
         self._stored_at_s = self._monotonic()
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
-        self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
-        self._write("the requests", self._look_for_requests)
+        self.write_beside(STATE, lambda: self._folder.write(STATE_KIND, document))
+        self.write_beside("the requests", self._look_for_requests)
         if (path := self.progress.saved_path) is not None and self._gone != path and self._may_look():
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
 
@@ -349,24 +348,14 @@ class Launch:
 
     # ------------------------------------------------------------------ files
 
-    def _write(self, name: str, job: Callable[[], None]) -> None:
-        """The one door for what this driver writes to the run."""
-
-        def unless_superseded() -> None:
-            # Checked at each write: a driver that was asleep must not overwrite the files of its successor.
-            if not self.lease_lost.is_set() and not self.lease.superseded():
-                job()
-
-        self._writer.put(name, unless_superseded)
-
     def _store_gang(self) -> None:
         document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.progress.gang}
-        self._write(GANG, lambda: self._folder.write(GANG_KIND, document))
+        self.write_beside(GANG, lambda: self._folder.write(GANG_KIND, document))
         self.store()
 
     def _write_incident(self, entry: incident_log.Entry) -> None:
         text = incident_log.line(self.launch_id, entry)
-        self._write(f"incident {entry.number}", lambda: self._folder.append(incident_log.NAME, text))
+        self.write_beside(f"incident {entry.number}", lambda: self._folder.append(incident_log.NAME, text))
         self.store()
 
     def _document(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
@@ -104,9 +103,7 @@ class Time:
 def holder_of(run_dir: str) -> Holder | None:
     """Returns the latest driver of the run that has written `lease.json`, alive or not; None before the first one, or if the
     document is damaged. Raises NewerDocument."""
-    with suppress(documents.DamagedDocument):
-        return holder_in(LEASE_KIND.read(_lease_path(run_dir)))
-    return None
+    return holder_in(LEASE_KIND.if_whole(_lease_path(run_dir)))
 
 
 def acquire(

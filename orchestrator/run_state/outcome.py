@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from gangway.storage import documents
@@ -31,10 +30,8 @@ def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> N
 def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
     """Returns the outcome of this launch; None if it has none, or a damaged one. The outcome of an earlier launch does not
     count. Raises NewerDocument."""
-    with suppress(documents.DamagedDocument):
-        outcome = OUTCOME_KIND.read(_path(run_dir))
-        return outcome if outcome is not None and outcome["launch_id"] == launch_id else None
-    return None
+    outcome = OUTCOME_KIND.if_whole(_path(run_dir))
+    return outcome if outcome is not None and outcome["launch_id"] == launch_id else None
 
 
 def set_damaged_aside(run_dir: str | os.PathLike[str]) -> str | None:

@@ -80,9 +80,6 @@ class Earlier:
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in state.get("earlier", {}).items() if name in known})
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 TRAIN, EVAL = "train", "eval"
 """The kinds of what is published."""
@@ -196,7 +193,7 @@ class Progress:
         return {
             "goodput": self.goodput.to_dict(now_s),
             "time_used": self.time_used.to_dict(now_s),
-            "earlier": self.earlier.to_dict(),
+            "earlier": asdict(self.earlier),
             "generations": self.generations,
             "drivers": self.drivers,
             "num_incidents": self.num_incidents,

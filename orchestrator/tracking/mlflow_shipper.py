@@ -10,9 +10,7 @@ MLflow refuses for good go to `rejected.jsonl` with the reason; all others are r
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple
 from gangway.config.masking import MASK, masked
 from gangway.program import Parser, command
 from gangway.storage import documents, durable, identity, json_text, opening
+from gangway.surroundings import end_with_parent
 from orchestrator.tracking import mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
@@ -266,12 +265,6 @@ class MlflowRun:
         if page.endswith(".html") and self.client.get_run(self.run_id).data.tags.get(NOTE_TAG, ABOUT) == ABOUT:
             self.client.set_tag(self.run_id, NOTE_TAG, f"{ABOUT}\n\n{link}")
 
-    def params(self) -> dict[str, str]:
-        """Returns the parameters that MLflow has, as the launches have changed them."""
-        tags = self.client.get_run(self.run_id).data.tags
-        changed = {name.removeprefix(CHANGED): value for name, value in tags.items() if name.startswith(CHANGED)}
-        return self._params | changed
-
     def nested(self, launch: str, name: str, params: Mapping[str, str], began_s: float) -> str:
         """Returns the id of the nested run of a launch, which is made if there is none."""
         key = f"{self._key}/{launch}"
@@ -300,8 +293,6 @@ class Shipper:
         stored = read_document(folder, STATE)
         self._state = State(**{item.name: stored[item.name] for item in fields(State) if item.name in stored})
         self._state.offset = max(0, self._state.offset)
-        self._is_older = bool(stored) and "launch" not in stored
-        """Whether an older program has shipped so far: its lines told nothing of launches."""
         self._run: MlflowRun | None = None
         self._attempts = 0
         """How many attempts in a row have failed."""
@@ -344,9 +335,6 @@ class Shipper:
         # The state may be that of another store, to which not all was sent.
         if not run.found or self._state.run_id not in (None, run.run_id):
             self._state = State()
-        elif self._is_older:
-            self._state.settings = run.params()
-        self._is_older = False
         self._state.run_id = run.run_id
         return run
 
@@ -426,8 +414,7 @@ class Shipper:
 
 def die_with(parent_pid: int) -> None:
     """Ends this process, by the kernel, when the process that started it ends in any way."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent_pid:  # It ended before we asked.
         sys.exit(LEFT_OVER)
 

@@ -77,8 +77,7 @@ def in_order(segments: Place) -> list[tuple[str, int]]:
     found, end, term = [], 0, 0
     # Of two drivers that have both written from one offset on, the later one counts, and from there on no earlier one does.
     while following := [one for one in by_offset.get(end, ()) if one[0] >= term]:
-        term = max(one[0] for one in following)
-        _, name, size = next(one for one in following if one[0] == term)
+        term, name, size = max(following, key=lambda one: one[0])
         found.append((name, size))
         end += size
     return found
@@ -90,10 +89,7 @@ def _spool_of(run_dir: str) -> Path:
 
 def _known(path: Path) -> list[str]:
     """Returns the names of the segments that the file here begins with; none if that is not known."""
-    try:
-        found = KNOWN.read(path.with_name(KNOWN.name))
-    except documents.DamagedDocument:
-        found = None
+    found = KNOWN.if_whole(path.with_name(KNOWN.name))
     return found["names"] if found else []
 
 

@@ -136,10 +136,7 @@ class Spool:
 def read_document(folder: str, name: str) -> dict[str, Any]:
     """Returns the document; empty if it does not exist or is damaged: everything can be made again from the spool. Raises
     NewerDocument."""
-    try:
-        return KINDS[name].read(documents.join(folder, name)) or {}
-    except documents.DamagedDocument:
-        return {}
+    return KINDS[name].if_whole(documents.join(folder, name)) or {}
 
 
 def set_damaged_aside(folder: str) -> list[str]:

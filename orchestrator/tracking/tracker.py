@@ -19,14 +19,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gangway.config.section import require
 from gangway.storage import documents, durable, identity
 from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, own_store
 from orchestrator.tracking.of_bucket import SEGMENTS, Segments, fetch
 from orchestrator.tracking.shipper_process import ShipperProcess
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
-
-ENDINGS = ("FINISHED", "FAILED", "KILLED")
 
 
 class Tracker:
@@ -133,7 +130,6 @@ class Tracker:
 
         `status` is one of FINISHED, FAILED, KILLED.
         """
-        require(status in ENDINGS, f"status {status!r}: expected one of {', '.join(ENDINGS)}")
         if not self._closed:
             self._append(status=status)
             if self._model is not None:
@@ -196,6 +192,4 @@ def _name_run(folder: str, its_id: str, config: TrackingConfig, run_name: str) -
     current = read_document(folder, RUN)
     if {name: current.get(name) for name in target} == target:
         return
-    # A run of an older program has a key that was made for it; a copy has that of the run that it was copied from.
-    key = current.get("key", its_id) if current.get("identity", its_id) == its_id else its_id
-    RUN_KIND.write(documents.join(folder, RUN), target | {"key": key})
+    RUN_KIND.write(documents.join(folder, RUN), target | {"key": its_id})

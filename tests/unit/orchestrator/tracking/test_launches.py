@@ -31,9 +31,6 @@ class FakeRun:
     def __init__(self):
         self.made, self.sent = {}, []
 
-    def params(self):
-        return {}
-
     def send_record(self, record):
         self.sent.append(record)
 
@@ -100,21 +97,8 @@ def test_lines_that_are_sent_again_make_the_same_nested_runs(tmp_path, run):
     launched(tmp_path, "two", SECOND, 200.0)
     before = json.dumps(run.made)
     (tmp_path / "tracking" / "shipped.json").unlink()
-    run.params = lambda: {"max_num_steps": "20", "optimizer.learning_rate": "0.1"}  # what MLflow has by now
     ship(tmp_path)
     assert json.dumps(run.made) == before
-
-
-def test_the_first_resume_of_a_run_of_an_older_program_is_told_by_the_parameters_that_mlflow_has(tmp_path, run):
-    tracker = Tracker(str(tmp_path), TrackingConfig(mlflow=False), "a", FIRST)
-    tracker.close()
-    ship(tmp_path)
-    path = tmp_path / "tracking" / "shipped.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({name: state[name] for name in ("offset", "last_step", "rejected", "problem", "run_id")}))
-    run.params = lambda: {"max_num_steps": "10", "optimizer.learning_rate": "0.1"}
-    launched(tmp_path, "two", SECOND, 200.0)
-    assert run.made["two"]["params"] == {"max_num_steps": "20"}
 
 
 def test_a_setting_that_is_gone_has_changed():
