@@ -23,7 +23,7 @@ from gangway.terminal import arrived, ignores, streams
 Given = ParamSpec("Given")
 GANGWAY = "gangway"
 PACKAGES = ("orchestrator", "trainers", "cluster", "gangway")
-EXIT_FINE, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
+EXIT_FINE, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -34,13 +34,17 @@ def program(module: str) -> str:
 
 
 def command(
-    *refusals: type[Exception], interrupted: str = "interrupted", is_read: bool = False
+    *refusals: type[Exception],
+    failures: tuple[type[Exception], ...] = (),
+    interrupted: str = "interrupted",
+    is_read: bool = False,
 ) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
     """Makes a function the `main` of a command, whose exit status it returns. The command may write to its standard streams,
     whatever becomes of them, also the text of `--help`. An error of `refusals`, about which its user can do something, ends it
-    with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; a signal, Ctrl-C or another, with the
+    with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; one of `failures` with a line and
+    EXIT_FAILED; a signal, Ctrl-C or another, with the
     line `interrupted` and 128 more than its number. `is_read`: what it writes is what it was called for, and where that did not
-    arrive, as on a full disk, it ends with EXIT_LOST."""
+    arrive, as on a full disk, it ends with EXIT_FAILED."""
 
     def decorated(main: Callable[Given, int]) -> Callable[Given, int]:
         @functools.wraps(main)
@@ -54,12 +58,12 @@ def command(
                 try:
                     with interruptible():
                         status = main(*args, **named)
-                    return EXIT_LOST if is_read and status == EXIT_FINE and not arrived() else status
-                except refusals as error:
+                    return EXIT_FAILED if is_read and status == EXIT_FINE and not arrived() else status
+                except (*refusals, *failures) as error:
                     from gangway.config.masking import masked  # the first line needs no package of ours
 
                     print(f"error: {masked(str(error))}", file=sys.stderr)
-                    return EXIT_REFUSED
+                    return EXIT_FAILED if isinstance(error, failures) else EXIT_REFUSED
                 except KeyboardInterrupt as error:
                     print(interrupted, file=sys.stderr)
                     return 128 + getattr(error, "number", signal.SIGINT)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gangway.first_line import say
 from gangway.program import EXIT_FINE, command
@@ -180,10 +180,12 @@ def show(folder: Place, rows: Sequence[Row], console: Console) -> None:
     if not rows:
         console.print(f"no checkpoint in {folder} yet")
         return
-    table = Table(title=str(folder), title_justify="left", box=None, pad_edge=False)
-    for name in ("step", "", "committed", "size", "hosts", "score", "lineage", "skipped", "state"):
-        is_text = name in ("", "committed", "lineage", "state")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "state")
+    numbers = ("step", "size", "hosts", "score", "skipped")
+    columns = (
+        Column(name, justify="right" if name in numbers else "left", no_wrap=name != "state")
+        for name in ("step", "", "committed", "size", "hosts", "score", "lineage", "skipped", "state")
+    )
+    table = Table(*columns, title=str(folder), title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*_cells(row), style=STYLES[row.state])
     console.print(table)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from orchestrator.report.drawing import GOOD, MUTED, SAVING, SERIES, STARTING, SURFACE, TEXT, TROUBLE, WAITING
@@ -257,12 +257,5 @@ def smoothed(points: Sequence[tuple[float, float]], share: float = 0.02) -> list
     size = max(1, int(len(points) * share))
     if size == 1:
         return list(points)
-    total, result = 0.0, []
-    window: deque[float] = deque()
-    for x, y in points:
-        window.append(y)
-        total += y
-        if len(window) > size:
-            total -= window.popleft()
-        result.append((x, total / len(window)))
-    return result
+    sums = [0.0, *accumulate(y for _, y in points)]
+    return [(x, (sums[end] - sums[max(0, end - size)]) / min(end, size)) for end, (x, _) in enumerate(points, 1)]

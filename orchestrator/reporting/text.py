@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console as Screen
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gangway.published import counted, of_evaluation, shown
@@ -154,10 +154,8 @@ def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
     if not incidents:
         return
     _title(screen, "Incidents")
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "left", "left", "right", "right"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column()  # The phases of the recovery, on two lines if they must.
+    columns = [Column(justify=justify, no_wrap=True) for justify in ("left", "left", "left", "right", "right")]  # type: ignore[arg-type]
+    table = Table.grid(*columns, "", padding=(0, 2))  # The last: the phases of the recovery, on two lines if they must.
     for incident in incidents[-SHOWN_INCIDENTS:]:
         recovered = not str(incident["action"]).startswith("give up")
         table.add_row(
@@ -183,9 +181,8 @@ def _goodput(screen: Screen, goodput: Mapping[str, float]) -> None:
     if whole_s <= 0:
         return
     _title(screen, f"Where the time went: goodput {100 * share(goodput):.1f} %")
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    columns = (Column(justify=justify, no_wrap=True) for justify in ("left", "right", "right", "left"))  # type: ignore[arg-type]
+    table = Table.grid(*columns, padding=(0, 2))
     # The order of a run's life, as the ledger has it; what cannot be seen at this scale is left out.
     for name in (name for name in CATEGORIES if goodput.get(name, 0.0) / whole_s >= 0.0005):
         part = goodput[name] / whole_s

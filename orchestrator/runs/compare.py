@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gangway.program import EXIT_FINE, Parser, command
@@ -168,10 +168,8 @@ def show(
     results: Sequence[Mapping[str, Any]],
     best: Mapping[str, Sequence[int]],
 ) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in names:
-        table.add_column(printable(name), justify="right")
+    columns = (Column(printable(name), justify="right") for name in names)
+    table = Table("", *columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_row(Text("settings that differ", "bold"))
     for name, values in settings.items():
         table.add_row(f"  {name}", *("" if value is None else printable(value) for value in values))

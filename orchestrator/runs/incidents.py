@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gangway.program import EXIT_FINE, command
@@ -57,21 +57,13 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
     if not incidents:
         screen.print("no incident")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, justify in (
-        ("", "right"),
-        ("when", "left"),
-        ("what", "left"),
-        ("host", "right"),
-        ("step", "right"),
-        ("recovery", "right"),
-        ("again", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("then")
+    columns = (
+        Column(name, justify="left" if name in ("when", "what") else "right", no_wrap=True)
+        for name in ("", "when", "what", "host", "step", "recovery", "again")
+    )
+    why = [] if screen.is_terminal else [Column("why", no_wrap=True)]
+    table = Table(*columns, "then", *why, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     causes = [sentence(str(incident.evidence.get("summary", ""))) for incident in incidents]
-    if not screen.is_terminal:
-        table.add_column("why", no_wrap=True)
     for number, incident in enumerate(incidents, 1):
         table.add_row(
             str(number),

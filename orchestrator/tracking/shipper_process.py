@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, repeat
 
 from cluster.agent.child_process import child_env, import_path
 from gangway.storage import documents, durable
@@ -53,7 +54,7 @@ class ShipperProcess:
         self._thread.join()
 
     def _keep_running(self) -> None:
-        for delay_s in _delays_s():
+        for delay_s in chain(RESTART_DELAYS_S, repeat(RESTART_DELAYS_S[-1])):
             status = self._run_one()
             if self._closing.is_set() and (status in (0, LEFT_OVER) or self._out_of_time.is_set()):
                 return
@@ -93,12 +94,6 @@ def _start_shipper(run_dir: str, uri: str) -> subprocess.Popen[bytes]:
             env=child_env(defaults | os.environ, {"PYTHONPATH": os.pathsep.join(paths), URI_VARIABLE: uri}),
             start_new_session=True,  # A Ctrl-C at the terminal is for the driver, which then lets the shipper finish.
         )
-
-
-def _delays_s() -> Iterator[float]:
-    yield from RESTART_DELAYS_S
-    while True:
-        yield RESTART_DELAYS_S[-1]
 
 
 def _send(process: subprocess.Popen[bytes] | None, line: bytes) -> None:

@@ -52,21 +52,17 @@ TEXTS, NUM_TEXTS = "texts", 60
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 
 
-@command()
+@command(failures=(ConfigError, RunError, ResourceError))
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     say(f"reading {arguments.config}")
     overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
-    try:
-        config = load(arguments.config, overrides)
-        for line, override in (fresh_name(config), enough_steps(arguments, config)):
-            if override:
-                print(line, flush=True)
-                overrides.append(override)
-        result = play(arguments, overrides, load(arguments.config, overrides))
-    except (ConfigError, RunError, ResourceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    config = load(arguments.config, overrides)
+    for line, override in (fresh_name(config), enough_steps(arguments, config)):
+        if override:
+            print(line, flush=True)
+            overrides.append(override)
+    result = play(arguments, overrides, load(arguments.config, overrides))
     show(result, plain_console(width=None if sys.stdout.isatty() else LOG_WIDTH))
     return 0 if result.passed else 1
 

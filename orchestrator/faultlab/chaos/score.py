@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gangway.storage.store import Place
 from orchestrator.faultlab.chaos.faults import KINDS
@@ -220,9 +220,11 @@ def show(score: Score, console: Console) -> None:
 
 
 def _table(score: Score) -> Table:
-    table = Table(title="faults", title_justify="left", box=None, pad_edge=False)
-    for name in ("fault", "host", "named", "at step", "went on from", "recovery s", "phases s"):
-        table.add_column(name, justify="left" if name in ("fault", "named", "phases s") else "right")
+    columns = (
+        Column(name, justify="left" if name in ("fault", "named", "phases s") else "right")
+        for name in ("fault", "host", "named", "at step", "went on from", "recovery s", "phases s")
+    )
+    table = Table(*columns, title="faults", title_justify="left", box=None, pad_edge=False)
     for outcome in score.outcomes:
         table.add_row(*_row(outcome), style="red" if outcome.wrong else None)
     return table

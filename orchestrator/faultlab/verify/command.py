@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -48,17 +47,13 @@ EXIT_STOPPED = 3
 """Of orchestrator.run: stopped on request, state saved."""
 
 
-@command()
+@command(failures=(ConfigError, RunError))
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     say(f"reading {arguments.config}")
     console = plain_console()
-    try:
-        trial = Trial(arguments, console)
-        findings = trial.run()
-    except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    trial = Trial(arguments, console)
+    findings = trial.run()
     show(findings, console)
     good = passed(findings)
     report = {

@@ -136,7 +136,7 @@ OF_PYTHON = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
 
 @pytest.fixture
 def of_a_terminal(monkeypatch):
-    monkeypatch.setattr(launching, "ignores", lambda number: False)
+    monkeypatch.setattr(terminal, "ignores", lambda number: False)
 
 
 @pytest.mark.usefixtures("of_a_terminal")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gangway import terminal
 from gangway.program import EXIT_REFUSED
 from gangway.storage import documents, json_text
 from gangway.storage.opening import place_of
@@ -422,7 +423,7 @@ def swept(tmp_path, monkeypatch, storage, capsys):
     with."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "RUN", ("-c", STAND_IN))
-    monkeypatch.setattr(sweep, "ignores", lambda number: False)
+    monkeypatch.setattr(terminal, "ignores", lambda number: False)
     Path("job.yaml").write_text(JOB)
 
     def swept(*words):
