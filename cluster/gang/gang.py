@@ -399,8 +399,11 @@ class Gang:
         """Takes over the gang that `record` describes. `acquire.adopt` calls it once. Raises AdoptError, StaleDriver, and what
         `check_stop` raises."""
         # Else its thread would keep the agents alive for a driver that gave them up.
-        with self._keeper.stopped_by_errors():
+        try:
             self._adopt(record, check_stop)
+        except BaseException:
+            self._keeper.stop()
+            raise
 
     def _adopt(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
         if (name := record.get("run_name")) != self.run_name:

@@ -8,8 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -89,15 +88,6 @@ class LeaseKeeper:
             check_stop()
 
         return check_stop_and_keep
-
-    @contextmanager
-    def stopped_by_errors(self) -> Iterator[None]:
-        """Renews no lease any more after an error in the block."""
-        try:
-            yield
-        except BaseException:
-            self.stop()
-            raise
 
     def stop(self) -> None:
         self._stopped.set()

@@ -96,7 +96,7 @@ class SliceGang(Gang):
         if not self._bundles.hold(slots[0].bundle):
             return True
         if view.is_gone(group):  # agents whose leases ended have removed it
-            self._bundles.drop(group)
+            self._bundles.groups.remove(group)
             self._hire_steward()  # the old one ended when the group was removed
             return True
         return any(view.node_id(slot.bundle) in (None, *slot.avoid_nodes) for slot in slots)
@@ -117,5 +117,5 @@ class SliceGang(Gang):
         for slot in without_agent:
             slot.unassigned = True
             if self._bundles.hold(slot.bundle) and slot.bundle.group.id.hex() not in living:
-                self._bundles.drop(slot.bundle.group)
+                self._bundles.groups.remove(slot.bundle.group)
         self.fill_unassigned()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
+
+from gangway.config.section import did_you_mean
 
 CHIPS_PER_HOST = {"v2": 4, "v3": 4, "v4": 4, "v5p": 4, "v5litepod": 4, "v6e": 4, "v7x": 4}
 """TPU chips of one VM, by generation: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
@@ -32,8 +33,7 @@ def generation(accelerator: str) -> str:
     name = ALIASES.get(name, name)
     if name not in CHIPS_PER_HOST:
         generations = sorted({*CHIPS_PER_HOST, "v5e"})
-        close = difflib.get_close_matches(name, generations, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, generations)
         raise ValueError(f"accelerator = {accelerator!r}: not a TPU generation; known: {', '.join(generations)}{hint}")
     return name
 

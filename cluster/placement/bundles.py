@@ -115,12 +115,8 @@ class Bundles:
 
     def give_back(self, group: PlacementGroup) -> None:
         """Removes a group in which no agent is any more. Does not wait for Ray to finish: the name is not used again."""
-        self.drop(group)
-        remove_placement_group(group)
-
-    def drop(self, group: PlacementGroup) -> None:
-        """Forgets a group that somebody else has removed."""
         self.groups.remove(group)
+        remove_placement_group(group)
 
     def exchange(self, bundle: Bundle, number: int, avoid_nodes: Sequence[str], view: View) -> Bundle:
         """Returns another bundle for this slot, not on these machines: an unassigned one, or a new one, which may be pending."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gangway.storage.documents import DamagedDocument, DocumentKind, StorageError, Where
+from gangway.storage.documents import DamagedDocument, StorageError, Where
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place
 from orchestrator.config.job import CONFIG, given_in
@@ -102,11 +102,12 @@ class Record:
 def read(run: Where) -> Record:
     """Reads a run's folder. Never raises for what is missing or damaged: `problems` says it. Raises StorageProblem of a bucket
     that does not answer."""
-    folder, problems = place_of(run), list[str]()
+    files = overview.Files(place_of(run))
+    folder, problems = files.folder, files.problems
     about = overview.read(folder)
     published, settings, resumes, tags = _tracked(folder, problems)
     incidents = _incidents(folder, problems)
-    state, summary = (_document(folder, kind, problems) for kind in (STATE_KIND, SUMMARY_KIND))
+    state, summary = (files.document(kind) for kind in (STATE_KIND, SUMMARY_KIND))
     ended = summary if summary.get("launch_id") == about.launch_id else {}
     if ended and about.kind != overview.ENDED:
         # The driver makes this page before it writes the outcome, which comes last.
@@ -135,14 +136,6 @@ def _given(folder: Place, problems: list[str]) -> str:
     except OSError as error:
         problems.append(f"{CONFIG} cannot be read: {error.strerror or error}")
         return ""
-
-
-def _document(folder: Place, kind: DocumentKind, problems: list[str]) -> Mapping[str, Any]:
-    try:
-        return kind.read(folder / kind.name) or {}
-    except (StorageError, OSError) as error:
-        problems.append(f"{kind.name} cannot be read: {error}")
-        return {}
 
 
 def _lines(name: str, found: Callable[[], Iterator[bytes]], problems: list[str]) -> Iterator[bytes]:

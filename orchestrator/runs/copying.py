@@ -12,8 +12,6 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +183,8 @@ def _segments(file: Place, target: Place, size: int) -> None:
 def _copy(source: Place, target: Place, report: Report, size: int | None = None) -> manifest.Entry:
     """Copies a file, or the first `size` bytes of one that grows. Returns size and digest of what was copied."""
     digest, done = hashlib.sha256(), 0
-    with _temporary() as path:
+    with tempfile.TemporaryDirectory(prefix="gangway-copy-") as temporary:
+        path = Path(temporary, "file")
         with path.open("xb") as file:
             while size is None or done < size:
                 stop = done + READ_BYTES if size is None else min(size, done + READ_BYTES)
@@ -208,12 +207,6 @@ def _give_rights(source: Place, target: Place) -> None:
     if source.store.is_local and target.store.is_local:
         for one, other in ((source.path, target.path), (source.path.parent, target.path.parent)):
             os.chmod(other, stat.S_IMODE(os.stat(one).st_mode))
-
-
-@contextmanager
-def _temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gangway-copy-") as folder:
-        yield Path(folder, "file")
 
 
 def _state(state: dict[str, Any], target: Place, step: int | None, kept: dict[int, row.Kept]) -> dict[str, Any]:
