@@ -14,7 +14,7 @@ from cluster.gang.steward import LEASE_GROUP, hire
 from cluster.hosts.config import HostsConfig, bundle_resources
 from cluster.hosts.process_env import process_env
 from cluster.placement.bundles import Bundle
-from cluster.placement.cleanup import NAMESPACE, agent_name
+from cluster.placement.cleanup import NAMESPACE, name_of
 from gangway.wire.answers import Description
 
 MAX_CONCURRENCY = 16
@@ -81,7 +81,7 @@ class AgentMaker:
     def create(self, bundle: Bundle, number: int) -> tuple[str, Any]:
         """Asks Ray for an agent in this bundle; returns its name and its handle. It need not run yet: calls to it wait."""
         need = bundle_resources(self.config)
-        name = agent_name(self.run_name, number, self.driver_term, next(self._counter))
+        name = name_of(self.run_name, "host", number, self.driver_term, next(self._counter))
         options = {
             "name": name,
             "namespace": NAMESPACE,

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from cluster.agent.driver_lease import Lease
-from cluster.placement.cleanup import NAMESPACE, remove_orphaned, steward_name
+from cluster.placement.cleanup import NAMESPACE, name_of, remove_orphaned
 
 LOOK_S = 1.0
 LEASE_GROUP = "lease"
@@ -44,7 +44,7 @@ class Steward:
             return self._lease.left_s(time.monotonic())
 
     def _wait(self) -> None:
-        name = steward_name(self._run_name, *self._numbers)
+        name = name_of(self._run_name, "steward", *self._numbers)
         while True:
             while (left_s := self._left_s()) > 0:
                 time.sleep(min(left_s, LOOK_S))
@@ -60,7 +60,7 @@ class Steward:
 def hire(run_name: str, driver_term: int, lease_s: float) -> tuple[str, Any]:
     """Asks Ray for a steward; returns its name and its handle. Ray starts it even if the caller ends meanwhile."""
     numbers = (driver_term, time.time_ns())
-    name = steward_name(run_name, *numbers)
+    name = name_of(run_name, "steward", *numbers)
     options = {
         "name": name,
         "namespace": NAMESPACE,

@@ -76,8 +76,8 @@ def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Seq
     for name, per_host in need.items():
         total = sum(node.total.get(name, 0.0) for node in allowed)
         free = sum(node.free.get(name, 0.0) for node in allowed)
-        short = "" if free >= per_host * count else f": {_number(per_host * count - free)} missing"
-        lines.append(f"{name}: {_number(per_host * count)} needed, the cluster has {_number(total)}, {_number(free)} free{short}")
+        short = "" if free >= per_host * count else f": {per_host * count - free:g} missing"
+        lines.append(f"{name}: {per_host * count:g} needed, the cluster has {total:g}, {free:g} free{short}")
     # Sums may suffice where no single machine has room for a host: hosts are counted machine by machine.
     when_idle = _room(need, [node.total for node in allowed], spreads(config))
     now = _room(need, [node.free for node in allowed], spreads(config))
@@ -134,8 +134,4 @@ def _hosts(count: int) -> str:
 
 
 def _show(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_number(amount)}" for name, amount in resources.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from cluster.hosts.capacity import Node
 from cluster.hosts.config import NODE_ID_LABEL, HostsConfig, bundle_resources, min_hosts, strategy
 from cluster.placement import placement_groups
-from cluster.placement.cleanup import group_name
+from cluster.placement.cleanup import gang_name, name_of
 from cluster.ray_internals import available_resources_per_node
 from gangway.waits import CheckStop, do_nothing
 
@@ -97,18 +97,18 @@ class Bundles:
 
     def take_base(self, deadline_s: float, avoid_nodes: Sequence[str], check_stop: CheckStop = do_nothing) -> list[Bundle]:
         """Reserves the `min_hosts` bundles of the shared group (not for TPU slices). Raises TimeoutError unless all are there."""
-        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), avoid_nodes)
+        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), gang_name(self.run_name), avoid_nodes)
         placement_groups.wait_ready(group, deadline_s, check_stop)
         return [Bundle(group, index, alone=False) for index in range(min_hosts(self.config))]
 
     def ask_for_bundle(self, number: int, avoid_nodes: Sequence[str]) -> Bundle:
         """Asks for room for one more host, in a separate group. It may be pending until Ray has room."""
-        name = group_name(self.run_name, number, self.driver_term, next(self._counter))
+        name = name_of(self.run_name, "slot", number, self.driver_term, next(self._counter))
         return Bundle(self._ask_for_group(1, "PACK", name, avoid_nodes), 0, alone=True)
 
     def ask_for_slice(self, number: int, resources: list[dict[str, float]], labels: list[dict[str, str]]) -> PlacementGroup:
         """Asks for room for the hosts of a TPU slice, in a separate group, for the slots from `number` on."""
-        name = group_name(self.run_name, number, self.driver_term, next(self._counter))
+        name = name_of(self.run_name, "slot", number, self.driver_term, next(self._counter))
         group = placement_group(resources, strategy="STRICT_SPREAD", name=name, lifetime="detached", bundle_label_selector=labels)
         self.groups.append(group)
         return group
@@ -134,7 +134,7 @@ class Bundles:
     def ask_anew(self, gone: PlacementGroup) -> PlacementGroup:
         """Asks again for the shared group, which somebody has removed (not for TPU slices). The new group may be pending."""
         self.groups.remove(gone)
-        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), ())
+        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), gang_name(self.run_name), ())
         self.unassigned = [replace(bundle, group=group) for bundle in self.unassigned]
         return group
 

@@ -23,17 +23,14 @@ EXIT_STAGGER_S, MAX_EXIT_DELAY_S = 0.2, 60.0
 them."""
 
 
-def agent_name(run_name: str, *numbers: int) -> str:
-    return f"{run_name}-host-{_joined(numbers)}"
+def name_of(run_name: str, kind: str, *numbers: int) -> str:
+    """Returns the name of an agent (`host`), a steward (`steward`), or the group of a slot (`slot`) of a run."""
+    return f"{run_name}-{kind}-{'-'.join(map(str, numbers))}"
 
 
-def steward_name(run_name: str, *numbers: int) -> str:
-    return f"{run_name}-steward-{_joined(numbers)}"
-
-
-def group_name(run_name: str, *numbers: int) -> str:
-    """Returns the name of the group of a single slot; without numbers, that of the group that the `min_hosts` hosts share."""
-    return f"{run_name}-slot-{_joined(numbers)}" if numbers else f"{run_name}-gang"
+def gang_name(run_name: str) -> str:
+    """Returns the name of the group that the `min_hosts` hosts share."""
+    return f"{run_name}-gang"
 
 
 def clear(
@@ -52,7 +49,7 @@ def clear(
     for key in groups:
         remove_placement_group(placement_groups.by_id(key))
     # Stewards last: if this process is killed before that, a steward still cleans up the rest.
-    stewards = [name for name in (steward_name(run_name, *numbers) for numbers in _stewards_of(run_name)) if name not in keep]
+    stewards = [name for name in _actors() if _numbers_of(name, run_name, "steward") and name not in keep]
     for name in stewards:
         _kill_named(name)
     actors = {*agents, *stewards}
@@ -151,7 +148,7 @@ def _groups_of(run_name: str) -> dict[str, str]:
 
 
 def is_group_of(name: str, run_name: str) -> bool:
-    return name == f"{run_name}-gang" or bool(_numbers_of(name, run_name, "slot"))
+    return name == gang_name(run_name) or bool(_numbers_of(name, run_name, "slot"))
 
 
 def _agents_of(run_name: str) -> list[str]:
@@ -174,10 +171,6 @@ def _numbers_of(name: str, run_name: str, kind: str) -> list[str]:
     # The digits are checked: the name of another run may begin with the name of this one.
     numbers = name.removeprefix(f"{run_name}-{kind}-")
     return numbers.split("-") if numbers != name and numbers.replace("-", "").isdigit() else []
-
-
-def _joined(numbers: Collection[int]) -> str:
-    return "-".join(map(str, numbers))
 
 
 def _kill_named(name: str) -> None:

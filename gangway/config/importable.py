@@ -32,8 +32,8 @@ def path_of(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module is None or name is None:
         raise ValueError(
-            f"{_shown(value)} is an object in this process's memory: give a class or a function, or the name of one, such as "
-            f"'pieces:Net'; {MOVE}"
+            f"{type(value).__name__} is an object in this process's memory: give a class or a function, or the name of one, such "
+            f"as 'pieces:Net'; {MOVE}"
         )
     if "<lambda>" in name:
         raise ValueError(f"it is a lambda, which has no name: make it a function, and {MOVE}")
@@ -65,10 +65,6 @@ def _main_module(name: str) -> str:
     if found is None or found.origin is None or not Path(found.origin).samefile(file):
         raise ValueError(f"{name} is defined in {file}, which cannot be imported as {module!r}: {MOVE}")
     return module
-
-
-def _shown(value: Any) -> str:
-    return type(value).__name__
 
 
 COPIED_BY_RAY = "/runtime_resources/working_dir_files/"

@@ -208,6 +208,12 @@ def sync(descriptor: int) -> None:
             raise
 
 
+def ends_with_newline(descriptor: int) -> bool:
+    """Returns whether a file of lines is empty or whole: a process that died may have left a part of one."""
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
 def sync_file(file: IO[Any]) -> None:
     """Returns when what was written to the file would outlive a power cut."""
     file.flush()

@@ -78,6 +78,15 @@ def metrics(run: Place) -> Iterator[bytes]:
     return _split(several.contents(segments, [name for name, _ in found]))
 
 
+def newest_metrics(run: Place, num_bytes: int) -> list[bytes]:
+    """Returns the lines in about the last `num_bytes` of what a run has tracked. Raises OSError."""
+    file = run / FOLDER / SPOOL
+    if file.store.is_local and file.exists():
+        return newest(file, num_bytes)
+    segments = run / FOLDER / of_bucket.SEGMENTS
+    return list(_split(several.contents(segments, [name for name, _ in of_bucket.in_order(segments)[-1:]])))
+
+
 def absent(file: Place) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "there is no such file", file.url)
 

@@ -51,8 +51,7 @@ class RunFolder:
         elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
         with durable.appending(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            if not durable.ends_with_newline(file.fileno()):
                 file.write(b"\n")  # else the unfinished line of a driver that died would swallow ours
             file.write(text.encode())
             durable.sync_file(file)

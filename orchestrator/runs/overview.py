@@ -7,7 +7,7 @@ tells it: clocks of two machines are never compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -15,11 +15,14 @@ from typing import Any
 from gangway.storage import documents
 from gangway.storage.opening import place_of
 from gangway.storage.store import Place, StorageProblem
-from orchestrator.run_state import lease
+from orchestrator.run_state import lease, lines
 from orchestrator.run_state.goodput import CATEGORIES, counted_s, share
-from orchestrator.run_state.progress import EVAL, TRAIN
+from orchestrator.run_state.progress import EVAL, TRAIN, kind_of
 from orchestrator.run_state.stored import GANG_KIND, OUTCOME_KIND, STATE_KIND, SUMMARY_KIND
+from orchestrator.tracking.spool import entry
 
+TAIL_BYTES = 1 << 16
+"""How much is read from the end of the file of metrics: its newest lines."""
 SILENT_S = 3 * lease.TTL_S
 """A driver of another machine whose lease is older is silent."""
 STATES = {
@@ -93,7 +96,7 @@ def read(run: documents.Where, now_s: float | None = None) -> Overview:
     about = files.document(SUMMARY_KIND) if is_over else {}
     about = about if about.get("launch_id") == launch_id else {}
     kind, words, changed_s = _life(files, state, ended if is_over else {}, time.time() if now_s is None else now_s)
-    newest = state.get("newest") or {}
+    train, evaluation = files.last_metrics(state)
     earlier, started_s = state.get("earlier") or {}, state.get("goodput", {}).get("started_at_s")
     seconds = about.get("goodput") or seconds_of(state)
     this_s = None if started_s is None or changed_s is None else changed_s - started_s
@@ -106,8 +109,8 @@ def read(run: documents.Where, now_s: float | None = None) -> Overview:
         launch_id=launch_id,
         step=steps[0] if steps else None,
         max_steps=state.get("max_steps"),
-        metrics=newest.get(TRAIN, {}),
-        evaluation=about.get("evaluation") or newest.get(EVAL, {}),
+        metrics=train,
+        evaluation=about.get("evaluation") or evaluation,
         hosts=about.get("hosts") or _num_hosts(files.document(GANG_KIND)),
         checkpoint_step=state.get("checkpoint_step"),
         num_incidents=about.get("num_incidents", state.get("num_incidents", 0) + earlier.get("num_incidents", 0)),
@@ -176,6 +179,30 @@ class Files:
         except OSError:
             return None
         return None if found is None else found.changed_s
+
+    def last_metrics(self, state: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Returns the newest metrics of the training, and those of the newest evaluation."""
+        found: dict[str, Mapping[str, float]] = dict(state.get("newest") or {})
+        # Where `launch.json` is damaged, they are at the end of what was tracked.
+        if TRAIN not in found and (not state or max((state.get("published") or {}).values(), default=-1) >= 0):
+            for line in self._newest_lines():
+                metrics = line.get("metrics") or {}
+                if (kind := kind_of(metrics)) is not None:
+                    found.setdefault(kind, metrics)
+                if {TRAIN, EVAL} <= found.keys():
+                    break
+        return found.get(TRAIN, {}), found.get(EVAL, {})
+
+    def _newest_lines(self) -> Iterator[dict[str, Any]]:
+        try:
+            found = lines.newest_metrics(self.folder, TAIL_BYTES)
+        except OSError:
+            return
+        for line in reversed(found):
+            try:
+                yield entry(line)
+            except documents.DamagedDocument:  # the last one may be half written
+                continue
 
 
 def when(unix_s: float) -> str:

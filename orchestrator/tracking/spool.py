@@ -110,7 +110,7 @@ class Spool:
         self._file = durable.appending(path, buffering=0)
         self._lock = threading.Lock()
         # Otherwise the unfinished line of a driver that died would swallow our first line.
-        self._pending = bytearray(b"" if _ends_with_newline(self._file.fileno()) else b"\n")
+        self._pending = bytearray(b"" if durable.ends_with_newline(self._file.fileno()) else b"\n")
         self.problem: str | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -142,8 +142,3 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
 def set_damaged_aside(folder: str) -> list[str]:
     """Sets the damaged documents of the folder aside; returns a sentence about each. Raises NewerDocument."""
     return [note for name, kind in KINDS.items() for note in kind.salvaged(documents.join(folder, name))[1]]
-
-
-def _ends_with_newline(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"

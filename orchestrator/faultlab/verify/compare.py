@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +49,10 @@ class Finding:
 def difference(first: Evidence, second: Evidence) -> Difference | None:
     """Returns the first difference; None if the runs are equal as far as was recorded."""
     # The data first: all other differences may follow from them.
-    if differing := different_batch(first.batches, second.batches):
+    if differing := first_difference(first.batches, second.batches, row_order):
         batch, row = differing
         return Difference("data", f"batch {batch} differs in row {row}")
-    if differing_leaf := different_leaf(first.fingerprints, second.fingerprints):
+    if differing_leaf := first_difference(first.fingerprints, second.fingerprints):
         step, leaf = differing_leaf
         return Difference("state", f"first difference at step {step} in {leaf}")
     for digest in ("samples_digest", "params_digest"):
@@ -74,27 +74,20 @@ def changed_data(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     return ", ".join([*names[:SHOWN], *([f"{len(names) - SHOWN} more files"] if len(names) > SHOWN else []), *others])
 
 
-def different_batch(first: Batches, second: Batches) -> tuple[int, str] | None:
-    """Returns (batch, row) of the first difference. Batches that only one run drew (ahead of a stop) do not count."""
-    for batch in sorted(set(first) & set(second)):
-        rows = {**first[batch], **second[batch]}
-        for row in sorted(rows, key=_row_order):
-            if first[batch].get(row) != second[batch].get(row):
-                return batch, row
+def first_difference(
+    first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]], order: Callable[[str], Any] = str
+) -> tuple[int, str] | None:
+    """Returns the number (of a batch, a step) and the name (of a row, a leaf) of the first difference. Numbers that only one of
+    the two has do not count, such as batches that were drawn ahead of a stop."""
+    for number in sorted(set(first) & set(second)):
+        for name in sorted({**first[number], **second[number]}, key=order):
+            if first[number].get(name) != second[number].get(name):
+                return number, name
     return None
 
 
-def _row_order(row: str) -> list[int]:
+def row_order(row: str) -> list[int]:
     return [int(part) for part in row.split(maxsplit=1)[0].split(".")]
-
-
-def different_leaf(first: Fingerprints, second: Fingerprints) -> tuple[int, str] | None:
-    """Returns (step, leaf) of the first difference in the checkpoints that both runs have."""
-    for step in sorted(set(first) & set(second)):
-        for leaf in sorted({**first[step], **second[step]}):
-            if first[step].get(leaf) != second[step].get(leaf):
-                return step, leaf
-    return None
 
 
 def loss_difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[int, float] | None:
@@ -154,7 +147,7 @@ def judge_resized(plain: Evidence, resized: Evidence, tolerance: float, where: M
     """Compares an undisturbed run with one that was stopped half-way and went on with fewer hosts. Its losses may differ a
     little: floating-point sums depend on the number of hosts."""
     claim = f"gone on with on {_hosts(resized)} hosts, it sees the same samples, and its losses stay within {tolerance:.1%}"
-    if differing := different_batch(plain.batches, resized.batches):
+    if differing := first_difference(plain.batches, resized.batches, row_order):
         text = (
             f"data: batch {differing[0]} differs in row {differing[1]} on another number of hosts: what it holds depends on who "
             f"reads it. Look at data.dataset = {where['dataset']}"

@@ -9,14 +9,14 @@ from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
     changed_data,
-    different_batch,
-    different_leaf,
+    first_difference,
     judge_replayed,
     judge_resized,
     judge_resumed,
     judge_twice,
     loss_difference,
     passed,
+    row_order,
 )
 
 WHERE = {"dataset": "my.data:make", "task": "my.task:Task", "trainer": "my.trainer:Trainer"}
@@ -47,20 +47,20 @@ def told(finding):
 
 
 def test_the_first_different_batch_of_those_that_both_drew():
-    assert different_batch(BATCHES, BATCHES) is None
-    assert different_batch(BATCHES, {**BATCHES, 2: {"0.0": "z"}}) is None
-    assert different_batch(BATCHES, OTHER_DATA.batches) == (1, "0.1")
-    assert different_batch({0: {"0.2": "a", "0.10": "a"}}, {0: {"0.2": "b", "0.10": "b"}}) == (0, "0.2")
+    assert first_difference(BATCHES, BATCHES, row_order) is None
+    assert first_difference(BATCHES, {**BATCHES, 2: {"0.0": "z"}}, row_order) is None
+    assert first_difference(BATCHES, OTHER_DATA.batches, row_order) == (1, "0.1")
+    assert first_difference({0: {"0.2": "a", "0.10": "a"}}, {0: {"0.2": "b", "0.10": "b"}}, row_order) == (0, "0.2")
 
 
 def test_a_row_that_differed_when_it_was_drawn_again_is_a_difference():
-    assert different_batch(BATCHES, {**BATCHES, 1: {**BATCHES[1], "0.0 again": "y"}}) == (1, "0.0 again")
+    assert first_difference(BATCHES, {**BATCHES, 1: {**BATCHES[1], "0.0 again": "y"}}, row_order) == (1, "0.0 again")
 
 
 def test_the_first_different_leaf_of_the_first_different_step():
-    assert different_leaf(LEAVES, LEAVES) is None
-    assert different_leaf({5: {"a": 1}, **LEAVES}, {5: {"a": 1}, **OTHER_STATE.fingerprints}) == (10, ".params['w']")
-    assert different_leaf({5: {"a": 1}}, {5: {}}) == (5, "a")
+    assert first_difference(LEAVES, LEAVES) is None
+    assert first_difference({5: {"a": 1}, **LEAVES}, {5: {"a": 1}, **OTHER_STATE.fingerprints}) == (10, ".params['w']")
+    assert first_difference({5: {"a": 1}}, {5: {}}) == (5, "a")
 
 
 def test_two_equal_runs_prove_that_the_step_is_deterministic():
