@@ -14,20 +14,17 @@ from gangway.waits import CHECK_STOP_INTERVAL_S, CheckStop, do_nothing, wait_unt
 REMOVE_TIMEOUT_S = 20.0
 
 
-def wait_answers(
-    refs: Sequence[Any], deadline_s: float, check_stop: CheckStop = do_nothing, *, count: int | None = None
-) -> list[Any]:
-    """Waits for `count` of these answers (default: all), at most until `deadline_s` (of `time.monotonic`). Returns the references
+def wait_answers(refs: Sequence[Any], deadline_s: float, check_stop: CheckStop = do_nothing) -> list[Any]:
+    """Waits for these answers, at most until `deadline_s` (of `time.monotonic`). Returns the references
     whose answers have come."""
-    count = len(refs) if count is None else count
     if not refs:  # `ray.wait` refuses an empty list
         return []
     while True:
         check_stop()
         # In short slices: nothing can interrupt Ray's own wait, and a stop request would have to wait for its end.
         slice_s = min(CHECK_STOP_INTERVAL_S, deadline_s - time.monotonic())
-        ready = ray.wait(list(refs), num_returns=count, timeout=max(0.0, slice_s))[0]
-        if len(ready) >= count or time.monotonic() >= deadline_s:
+        ready = ray.wait(list(refs), num_returns=len(refs), timeout=max(0.0, slice_s))[0]
+        if len(ready) == len(refs) or time.monotonic() >= deadline_s:
             return ready
 
 

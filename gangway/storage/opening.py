@@ -85,8 +85,8 @@ def open_store(url: str | os.PathLike[str], limits: Limits | None = None) -> Sto
     if not is_url(where):
         return LocalStore(where)
     parts = parse(where)
-    client = _client(parts.scheme, parts.bucket, limits, _settings(parts.scheme, os.environ), os.getpid())
-    return client.at(str(parts), parts.prefix)
+    in_bucket = _in_bucket(parts.scheme, parts.bucket, limits, _settings(parts.scheme, os.environ), os.getpid())
+    return in_bucket(str(parts), prefix=parts.prefix)
 
 
 def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None) -> Place:
@@ -109,20 +109,12 @@ def place_of_run(run_folder: str | os.PathLike[str] | Place, limits: Limits | No
     return Place(LocalStore(place.url, follows_links=False)) if place.store.is_local else place
 
 
-class _Clients(NamedTuple):
-    single: Any
-    bulk: Any
-    limits: Limits
-    advice: str
-    usage: usage.Usage
-
-    def at(self, url: str, prefix: str) -> ObjectStore:
-        return ObjectStore(url, self.single, prefix, self.limits, advice=self.advice, bulk=self.bulk, usage=self.usage)
-
-
 @functools.lru_cache(maxsize=32)
-def _client(scheme: str, bucket: str, limits: Limits, settings: tuple[tuple[str, str], ...], process: int) -> _Clients:
-    """Returns the clients of a bucket, made once in a process: a fork must not share connections. Raises StorageRefused."""
+def _in_bucket(
+    scheme: str, bucket: str, limits: Limits, settings: tuple[tuple[str, str], ...], process: int
+) -> functools.partial[ObjectStore]:
+    """Returns what makes a store in a bucket, of clients that are made once in a process: a fork must not share connections.
+    Raises StorageRefused."""
     try:
         from obstore.store import GCSStore, S3Store
     except ImportError as error:
@@ -141,10 +133,11 @@ def _client(scheme: str, bucket: str, limits: Limits, settings: tuple[tuple[str,
         return maker(bucket, client_options=options, retry_config=retry, **config)
 
     try:
-        return _Clients(with_tries(0), with_tries(BULK_TRIES), limits, _ADVICE[scheme], usage.Usage(usage.HERE))
+        clients = {"client": with_tries(0), "bulk": with_tries(BULK_TRIES), "usage": usage.Usage(usage.HERE)}
     except Exception as error:  # obstore raises what its layers raise: a key file that is not there, a bad region
         message = f"the client cannot be made ({' '.join(str(error).split())[:300]}); {_ADVICE[scheme]}"
         raise StorageRefused(errno.EINVAL, message, f"{scheme}://{bucket}") from error
+    return functools.partial(ObjectStore, limits=limits, advice=_ADVICE[scheme], **clients)
 
 
 def _settings(scheme: str, environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

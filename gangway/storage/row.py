@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
 
 from gangway.storage.documents import DamagedDocument, DocumentKind
@@ -51,9 +51,14 @@ class WriterTerm(NamedTuple):
 NO_DRIVER = WriterTerm()
 
 
-class _Committed(TypedDict):
+@dataclass(frozen=True)
+class Kept:
+    """A committed checkpoint."""
+
     folder: str
+    """The name of its folder beside the others."""
     digest: str
+    """The SHA-256 of its manifest."""
 
 
 class _Document(TypedDict):
@@ -63,22 +68,13 @@ class _Document(TypedDict):
     generation: int
     holder: dict[str, Any]
     step: int | None
-    kept: dict[str, dict[str, _Committed]]
+    kept: dict[str, dict[str, Kept]]
     writer: str
 
 
 KIND = DocumentKind(
     "row/N.json", _Document, "if it says who has the run, or what is committed, that is not known", without_format=False
 )
-
-
-class Kept(NamedTuple):
-    """A committed checkpoint."""
-
-    folder: str
-    """The name of its folder beside the others."""
-    digest: str
-    """The SHA-256 of its manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +307,7 @@ def _document(record: Record) -> dict[str, Any]:
     return {
         **{"number": record.number, "what": record.what, **record.term._asdict(), "holder": dict(record.holder)},
         "step": record.step,
-        "kept": {name: {str(step): kept._asdict() for step, kept in there.items()} for name, there in record.kept.items()},
+        "kept": {name: {str(step): asdict(kept) for step, kept in there.items()} for name, there in record.kept.items()},
         # Of this record alone: so a writer that got no answer knows its own.
         "writer": uuid.uuid4().hex,
     }

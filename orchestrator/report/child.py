@@ -67,15 +67,9 @@ def fetch_from_bucket(run_dir: str, folder: Path) -> None:
     for name in names:
         top = name.partition("/")[0]
         if top not in (*LEFT_OUT, *OF_LINES) and not name.startswith(f"{FOLDER}/segments/"):
-            _write(folder / name, (place / name).get() or b"")
+            place_of(folder / name).put((place / name).get() or b"")
     for name in OF_LINES:
         if parts := sorted(each for each in names if each.startswith(f"{name}/")):
-            _write(folder / name, b"".join((place / each).get() or b"" for each in parts))
+            place_of(folder / name).put(b"".join((place / each).get() or b"" for each in parts))
     # On the driver's machine there may be more than was copied yet.
-    _write(folder / FOLDER / SPOOL, of_bucket.content(run_dir))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "xb") as file:
-        file.write(data)
+    place_of(folder / FOLDER / SPOOL).put(of_bucket.content(run_dir))

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     found = look(options.place, options.overrides)
     if options.json:
-        print(json_text.dumps([as_document(one) for one in found], indent=1))
+        print(json_text.dumps([dataclasses.asdict(one) | {"left_s": one.left_s} for one in found], indent=1))
         return EXIT_FINE
     screen = table_console()
     if options.watch and screen.is_terminal:
@@ -92,10 +92,6 @@ def look(place: str, overrides: Sequence[str] = ()) -> list[Overview]:
     if not documents.is_url(place) and not folder.exists() and place == STORAGE:
         raise NoRunError(f"there is no folder {STORAGE} here: name the storage, or a run's folder")
     return [overview.read(run_of(place, overrides))]
-
-
-def as_document(run: Overview) -> dict[str, object]:
-    return dataclasses.asdict(run) | {"left_s": run.left_s}
 
 
 def page(runs: Sequence[Overview], place: str, now_s: float, width: int) -> Group:

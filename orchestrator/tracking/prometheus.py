@@ -17,10 +17,6 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
     """Beside that of the run."""
 
-    @property
-    def is_counter(self) -> bool:
-        return self.name.endswith("_total")
-
 
 PUBLISHED = {
     "loss": Metric("gangway_loss", "nats per target", "mean training loss of the last published interval"),
@@ -99,7 +95,7 @@ class Gauges:
         tags = {run: self._run, **dict(zip(metric.labels, labels, strict=True))}
         made = self._made.get(metric.name)
         if made is None:
-            kind = Counter if metric.is_counter else Gauge
+            kind = Counter if metric.name.endswith("_total") else Gauge
             made = self._made[metric.name] = kind(metric.name, f"{metric.text} [{metric.unit}]", tag_keys=tuple(tags))
         if isinstance(made, Gauge):
             made.set(value, tags=tags)

@@ -1,5 +1,6 @@
 """Of several drivers one has the run; what it has committed, no older one changes."""
 
+import dataclasses
 import json
 import os
 import random
@@ -200,6 +201,8 @@ def test_after_damage_nothing_is_committed_until_a_driver_takes_the_run_over(tmp
     assert (taken.number, taken.term, taken.of("checkpoints")) == (4, (3, 0), {10: KEPT})
     with pytest.raises(OvertakenError):
         row.commit(term, 40, KEPT)
-    assert other.commit(taken.term, 20, KEPT._replace(folder="20-2")) is None  # its record is damaged: nobody knows of it
-    assert other.commit(taken.term, 20, KEPT) == KEPT._replace(folder="20-2")
+    assert (
+        other.commit(taken.term, 20, dataclasses.replace(KEPT, folder="20-2")) is None
+    )  # its record is damaged: nobody knows of it
+    assert other.commit(taken.term, 20, KEPT) == dataclasses.replace(KEPT, folder="20-2")
     assert other.newest().number == 6
