@@ -18,6 +18,7 @@ SAVE_BYTES_PER_S = 1e9
 """What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
 COPY_BYTES_PER_S = 5e9
 """What one device copies to the memory of its host, for which a save holds up training: an assumption."""
+OF_HOST = "read and written in a step (its time is not in that of a step)"
 SMALLER = (
     ("model.remat=full", "keeps less of the forward pass"),
     ("accumulation_steps={twice}", "halves the micro-batch"),
@@ -198,43 +199,61 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
     yield f"{found['name']}{where}: {devices} on {hosts}, mesh {mesh}"
-    yield from (f"note             {line}" for line in found["not_looked_at"])
-    if found["parameters"]:
-        yield f"parameters       {found['parameters']:,} ({scaled(found['parameters']).strip()})"
-    yield from _memory_lines(found)
-    if found["exchanged"]:
-        kinds = ", ".join(f"{kind} {scaled(size)}B" for kind, size in found["exchanged"].items())
-        yield f"exchanged        {kinds}, by one device in a step"
-    if found.get("network_bytes"):
-        yield f"over a network   {scaled(found['network_bytes'])}B, to other slices or machines"
-    if found["flops_per_step"]:
-        yield f"FLOPs a step     {scaled(found['flops_per_step'])}FLOP, {scaled(found['tokens_per_step'])}tokens"
+    notes = [("note", line) for line in found["not_looked_at"]]
+    for name, text in [*notes, *_of_model(found), *_of_time(found)]:
+        if text:
+            yield f"{name:<17}{text}"
+
+
+def _of_model(found: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    memory, limit, number = found["memory"], found["memory_of_device"], found["parameters"]
+    of_device = found["problem"] and (found["remedy"] or "none of the usual changes is enough: take more devices")
+    peak, state, of_host = (memory.get(name, 0) for name in ("peak", "arguments", "host"))
+    of = f" of {scaled(limit)}B ({peak / limit:.0%})" if limit else ""
+    parts = f"state and batch {scaled(state)}B, the rest {scaled(max(0, peak - state))}B"
+    kinds = ", ".join(f"{kind} {scaled(size)}B" for kind, size in found["exchanged"].items())
+    network, flops = found.get("network_bytes"), found["flops_per_step"]
+    return [
+        ("parameters", f"{number:,} ({scaled(number).strip()})" if number else None),
+        ("memory", found["problem"]),
+        ("to make it fit", of_device),
+        ("memory", f"{scaled(peak)}B of a device at the peak{of}: {parts}" if memory else None),
+        (
+            "  of its host",
+            f"{scaled(of_host)}B, read and written in a step (its time is not in that of a step)" if of_host else None,
+        ),
+        ("remat", found.get("remat")),
+        ("exchanged", f"{kinds}, by one device in a step" if kinds else None),
+        ("over a network", f"{scaled(network)}B, to other slices or machines" if network else None),
+        ("FLOPs a step", f"{scaled(flops)}FLOP, {scaled(found['tokens_per_step'])}tokens" if flops else None),
+    ]
+
+
+def _of_time(found: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     if found["step_s"] is None:
-        yield f"step             not predicted: {found['not_predicted']}"
-        return
+        return [("step", f"not predicted: {found['not_predicted']}")]
     low, high = found["step_s_range"]
     reached = "" if found["mfu"] is None else f", MFU {found['mfu']:.0%}, bound by {found['bound_by']}"
     number, unit = (1e3, "ms") if low < 0.01 else (1, "s")
     span = f"{number * low:.3g} to {number * high:.3g} by {found['source']}"
-    yield f"step             {number * found['step_s']:.3g} {unit} ({span}){reached}"
-    yield f"tokens           {scaled(found['tokens_per_day']).strip()} a day"
-    yield (
-        f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {_time(found['save_every_s'])}; written in some "
-        f"{_time(found['save_s'])}, beside the steps"
-    )
-    if asked := found["requests"]:
-        whole = "" if asked["whole_run"] is None else f", {scaled(asked['whole_run']).strip()} in the whole run"
-        yield (
-            f"storage          some {asked['save']:,.0f} requests a save, {asked['hour']:,} an hour{whole}; "
-            f"{asked['share_of_writes']:.0%} of them writes and lists"
-        )
-    least = f"checkpoint.save_steps={found['best_save_steps']}"
-    yield f"saves            {least} would lose least at this rate of failures (Young, 1974)"
-    yield f"goodput          {found['goodput']:.1%} expected"
-    if found["days"] is not None:
-        yield f"whole run        {found['max_steps']:,} steps in {_time(found['days'] * 86400.0)}"
-    if found["price"] is not None:
-        yield f"price            {found['price']:,.0f}"
+    every, written = _time(found["save_every_s"]), _time(found["save_s"])
+    days, price = found["days"], found["price"]
+    return [
+        ("step", f"{number * found['step_s']:.3g} {unit} ({span}){reached}"),
+        ("tokens", f"{scaled(found['tokens_per_day']).strip()} a day"),
+        ("checkpoint", f"{scaled(found['checkpoint_bytes'] or 0)}B, every {every}; written in some {written}, beside the steps"),
+        ("storage", _requests(found["requests"]) if found["requests"] else None),
+        ("saves", f"checkpoint.save_steps={found['best_save_steps']} would lose least at this rate of failures (Young, 1974)"),
+        ("goodput", f"{found['goodput']:.1%} expected"),
+        ("whole run", None if days is None else f"{found['max_steps']:,} steps in {_time(days * 86400.0)}"),
+        ("price", None if price is None else f"{price:,.0f}"),
+    ]
+
+
+def _requests(asked: Mapping[str, Any]) -> str:
+    whole = "" if asked["whole_run"] is None else f", {scaled(asked['whole_run']).strip()} in the whole run"
+    writes = f"{asked['share_of_writes']:.0%} of them writes and lists"
+    return f"some {asked['save']:,.0f} requests a save, {asked['hour']:,} an hour{whole}; {writes}"
 
 
 def _time(duration_s: float) -> str:
@@ -242,22 +261,6 @@ def _time(duration_s: float) -> str:
     if duration_s < 0.1:
         return f"{1e3 * duration_s:.3g} ms"
     return seconds(duration_s) if duration_s < 86400.0 else f"{duration_s / 86400.0:.3g} days"
-
-
-def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    memory, limit = found["memory"], found["memory_of_device"]
-    if found["problem"]:
-        yield f"memory           {found['problem']}"
-        yield f"to make it fit   {found['remedy'] or 'none of the usual changes is enough: take more devices'}"
-    if memory:
-        of = f" of {scaled(limit)}B ({memory['peak'] / limit:.0%})" if limit else ""
-        state, rest = memory["arguments"], max(0, memory["peak"] - memory["arguments"])
-        peak = f"{scaled(memory['peak'])}B of a device at the peak{of}"
-        yield f"memory           {peak}: state and batch {scaled(state)}B, the rest {scaled(rest)}B"
-        if memory.get("host"):
-            yield f"  of its host    {scaled(memory['host'])}B, read and written in a step (its time is not in that of a step)"
-    if found.get("remat"):
-        yield f"remat            {found['remat']}"
 
 
 class Requests(NamedTuple):

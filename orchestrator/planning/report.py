@@ -21,6 +21,8 @@ from trainers.config.attention import choose, choose_exchange
 from trainers.config.model import AUTO, CHOICES
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BELOW = "\n#" + " " * 19
+"""Between the lines of one entry."""
 IN_FP8 = "of linear layers in 8 bits (model.fp8): e4m3, gradients e5m2, by current scales; mfu is by the peak of bfloat16"
 
 
@@ -137,10 +139,11 @@ def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
             f"{micro} micro-batch x {training.accumulation_steps} accumulation x {report.num_replicas} replicas "
             f"= {training.global_batch_size + padding} {report.rows}" + (f", {padding} of them padding" if padding else "")
         ),
+        "compiler flags": "; ".join(f"{flag} ({flag.why})" for flag in compiler_flags.of_hosts(config.hosts)),
+        **_model_lines(config, report),
+        **_data_lines(training.global_batch_size, report),
     }
-    if flags := compiler_flags.of_hosts(config.hosts):
-        lines["compiler flags"] = "; ".join(f"{flag} ({flag.why})" for flag in flags)
-    return lines | _model_lines(config, report) | _data_lines(training.global_batch_size, report)
+    return {name: line for name, line in lines.items() if line}
 
 
 def parameters(config: JobConfig) -> dict[str, Any]:
@@ -164,68 +167,56 @@ def _range(least: int, most: int) -> str:
     return str(most) if least == most else f"{least} to {most}"
 
 
-def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
+def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str | None]:
     if report.parameters is None or report.tokens_per_step is None:
         return {"model": "decided by the trainer (it implements the protocol by itself)"}
-    batch = config.training.global_batch_size
-    lines = {
-        **_step_line(batch, report),
+    steps = report.max_steps or 0
+    tokens, flops = steps * report.tokens_per_step, steps * (report.flops_per_step or 0)
+    return {
+        **_step_line(config.training.global_batch_size, report),
         "parameters": _parameters(report),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
-        **({"products": IN_FP8} if config.training.model.fp8 != "none" else {}),
+        "products": None if config.training.model.fp8 == "none" else IN_FP8,
+        "experts": None if report.num_experts is None else _experts(config, report),
+        **({} if report.num_layers is None else _layer_lines(config, report)),
+        **_device_lines(config, report),
+        **{f"  {name}": found for name, found in (report.frozen or {}).items()},
+        "begins with": report.init_from,
+        "goes on": "; ".join((report.continues or {}).get("notes", ())),
+        "whole run": f"{steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP" if steps else None,
     }
-    if report.num_experts is not None:
-        lines["experts"] = _experts(config, report)
-    if report.num_layers is not None:
-        lines |= _layer_lines(config, report)
-    lines |= _device_lines(config, report)
-    for name, found in (report.frozen or {}).items():
-        lines[f"  {name}"] = found
-    if report.init_from is not None:
-        lines["begins with"] = report.init_from
-    if report.continues is not None:
-        lines["goes on"] = "; ".join(report.continues["notes"])
-    if report.max_steps is not None:
-        tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
-        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
-    return lines
 
 
-def _layer_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
+def _layer_lines(config: JobConfig, report: PlanReport) -> dict[str, str | None]:
     """How the layers are computed."""
     kind, model = config.hosts.kind, config.training.model
     how = "one by one" if model.unrolled(kind, CHOICES[0] if model.remat == AUTO else None) else "as a loop"
     needs = config.training.attention_needs._replace(context=report.mesh.get(mesh.CONTEXT, 1))
     choice = choose(model.attention, kind, needs)
-    lines = {
+    stages = report.mesh.get(mesh.PIPELINE, 1)
+    exchange = choose_exchange(model.context_attention, kind, needs.length)
+    return {
         "layers": f"{report.num_layers}, compiled {how} on {kind} hosts",
         "attention": f"{choice.kernel} ({choice.reason})",
+        "  by stages": _stages(config, report, stages) if stages > 1 else None,
+        "  by context": f"{exchange.kernel} ({exchange.reason})" if needs.context > 1 else None,
     }
-    if (stages := report.mesh.get(mesh.PIPELINE, 1)) > 1:
-        lines["  by stages"] = _stages(config, report, stages)
-    if needs.context > 1:
-        exchange = choose_exchange(model.context_attention, kind, needs.length)
-        lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
-    return lines
 
 
-def _device_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
+def _device_lines(config: JobConfig, report: PlanReport) -> dict[str, str | None]:
     """What is in the memory of a device, and of its host."""
-    lines: dict[str, str] = {}
-    if report.state_bytes_per_device is not None:
-        masters = config.training.param_dtype == "bfloat16" and config.training.optimizer.master_weights == "float32"
-        what = "with master weights of float32; " * masters + "gradients and activations come on top"
-        lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B ({what})"
-        if report.host_bytes_per_device:
-            lines["  of its host"] = f"{scaled(report.host_bytes_per_device)}B (optimizer.offload), beside that"
-    if config.training.model.remat == AUTO:
-        lines["remat"] = f"the first that fits of {', '.join(CHOICES)}, when the step is compiled (`gangway compile` tells which)"
-    if report.left_whole:
-        lines["not divided"] = ("\n#" + " " * 19).join(report.left_whole)
-    if report.frozen_bytes_per_device is not None:
-        lines["frozen weights"] = f"{scaled(report.frozen_bytes_per_device)}B per device, read at each start of a process"
-    return lines
+    state, of_host, frozen = report.state_bytes_per_device, report.host_bytes_per_device, report.frozen_bytes_per_device
+    masters = config.training.param_dtype == "bfloat16" and config.training.optimizer.master_weights == "float32"
+    what = "with master weights of float32; " * masters + "gradients and activations come on top"
+    auto = f"the first that fits of {', '.join(CHOICES)}, when the step is compiled (`gangway compile` tells which)"
+    return {
+        "state per device": None if state is None else f"{scaled(state)}B ({what})",
+        "  of its host": None if state is None or not of_host else f"{scaled(of_host)}B (optimizer.offload), beside that",
+        "remat": auto if config.training.model.remat == AUTO else None,
+        "not divided": BELOW.join(report.left_whole),
+        "frozen weights": None if frozen is None else f"{scaled(frozen)}B per device, read at each start of a process",
+    }
 
 
 def _stages(config: JobConfig, report: PlanReport, stages: int) -> str:
@@ -269,20 +260,16 @@ def _experts(config: JobConfig, report: PlanReport) -> str:
     )
 
 
-def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
-    lines = {"not known yet": report.doubt} if report.doubt else {}
-    if report.without_effect:
-        lines["no effect"] = ("\n#" + " " * 19).join(report.without_effect)
-    if report.padding is not None:
-        lines["filled-up batches"] = report.padding
-    if report.train_examples is not None:
-        epoch = report.train_examples / global_batch_size
-        lines["training data"] = f"{report.train_examples:,} {report.rows} = {epoch:,.1f} steps an epoch"
-    if report.data_notes:
-        lines["packing"] = ("\n#" + " " * 19).join(report.data_notes)
-    if report.eval_examples is not None:
-        lines["held-out data"] = f"{report.eval_examples:,} {report.rows}"
-    return lines
+def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str | None]:
+    train, held_out, rows = report.train_examples, report.eval_examples, report.rows
+    return {
+        "not known yet": report.doubt,
+        "no effect": BELOW.join(report.without_effect),
+        "filled-up batches": report.padding,
+        "training data": None if train is None else f"{train:,} {rows} = {train / global_batch_size:,.1f} steps an epoch",
+        "packing": BELOW.join(report.data_notes),
+        "held-out data": None if held_out is None else f"{held_out:,} {rows}",
+    }
 
 
 def scaled(number: float) -> str:

@@ -130,24 +130,24 @@ def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
 
 def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
     losses = [("training", summary.get("train_loss")), ("held-out", summary.get("eval_loss"))]
-    if of_losses := "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None):
-        _line(screen, "loss", of_losses)
     evaluated = {name: value for name, value in (summary.get("evaluation") or {}).items() if name != "eval_loss"}
-    further = (("training", summary.get("train_metrics") or {}), ("held-out", of_evaluation(evaluated)))
-    for name, metrics in further:
-        if metrics:
-            _line(screen, name, "  ".join(shown(metrics)))
     launches, of_launch = summary.get("launches") or 1, summary.get("launch")
-    # Each launch begins with a generation that is no restart.
-    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - launches)))
-    if asked := storage_usage(summary.get("requests") or {}):
-        _line(screen, "storage", asked)
-    if failed := summary.get("failed_requests"):
-        _line(screen, "storage", f"{failed} requests to it failed and were made again")
+    failed = summary.get("failed_requests")
+    rows = [
+        ("loss", "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None)),
+        ("training", "  ".join(shown(summary.get("train_metrics") or {}))),
+        ("held-out", "  ".join(shown(of_evaluation(evaluated)))),
+        # Each launch begins with a generation that is no restart.
+        ("restarts", str(max(0, (summary.get("generations") or 1) - launches))),
+        ("storage", storage_usage(summary.get("requests") or {})),
+        ("storage", f"{failed} requests to it failed and were made again" if failed else ""),
+    ]
     if launches > 1 and of_launch:
-        met = of_launch["num_incidents"]
-        about = f"{seconds(of_launch['wall_s'])}, {met} incident{'' if met == 1 else 's'}"
-        _line(screen, "launches", f"{launches}; all numbers are of all of them. This one: {about}")
+        about = f"{seconds(of_launch['wall_s'])}, {plural(of_launch['num_incidents'], 'incident')}"
+        rows.append(("launches", f"{launches}; all numbers are of all of them. This one: {about}"))
+    for name, value in rows:
+        if value:
+            _line(screen, name, value)
 
 
 def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:

@@ -106,13 +106,16 @@ class Tracker:
 
     def problem(self) -> str | None:
         """Returns the present problems of tracking, for people; None if there are none."""
-        state = read_document(self._folder, STATE)
-        problems = [state.get("problem"), self._spool.problem, self._shipper.problem if self._shipper else None]
-        problems.append(self._segments.problem if self._segments else None)
-        if state.get("rejected"):
-            problems.append(f"{state['rejected']} entries that MLflow refuses are set aside in {self._folder}/rejected.jsonl")
-        if self._not_numbers:
-            problems.append(f"metrics left out, since they are not numbers: {', '.join(sorted(self._not_numbers))}")
+        state, odd = read_document(self._folder, STATE), ", ".join(sorted(self._not_numbers))
+        rejected = state.get("rejected")
+        problems = [
+            state.get("problem"),
+            self._spool.problem,
+            self._shipper.problem if self._shipper else None,
+            self._segments.problem if self._segments else None,
+            f"{rejected} entries that MLflow refuses are set aside in {self._folder}/rejected.jsonl" if rejected else None,
+            f"metrics left out, since they are not numbers: {odd}" if odd else None,
+        ]
         return "; ".join(filter(None, problems)) or None
 
     def where(self) -> dict[str, str | None]:
