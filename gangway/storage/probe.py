@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gangway.storage import mounts, ours
+from gangway.storage import durable, mounts, ours
 from gangway.storage.documents import StorageError
 from gangway.storage.object_store import FOR_PEOPLE, ObjectStore
 from gangway.storage.opening import is_url, open_store
@@ -83,17 +83,15 @@ def _try_to(do: str, url: str, work: Callable[[], Any]) -> Any:
 
 def _rename_a_folder(root: str, name: str) -> None:
     """Renames a folder with a file in it, as a checkpoint is renamed."""
-    source, target = (os.path.join(root, f"{name}-{end}") for end in ("from", "to"))
-    os.mkdir(source)
-    folder = source
+    source, target = (Path(root, f"{name}-{end}") for end in ("from", "to"))
+    source.mkdir()
     try:
-        with open(os.path.join(folder, "file"), "xb"):
-            pass
-        os.rename(source, target)
-        folder = target
+        durable.created(source / "file").close()
+        source.rename(target)
     finally:
-        with suppress(OSError):
-            ours.delete(folder, ours.PROBE)
+        for folder in (source, target):
+            with suppress(OSError):
+                ours.delete(folder, ours.PROBE)
 
 
 @contextmanager

@@ -94,9 +94,7 @@ def style(colors: Mapping[str, str]) -> str:
 
 def svg(chart: Mapping[str, Any]) -> str:
     """Returns a picture whose colours are variables of the page, and which is as wide as its place."""
-    text = _svg(chart)
-    for color, variable in VARIABLES.items():
-        text = text.replace(color, f"var({variable})")
+    text = _svg(chart, {color: f"var({variable})" for color, variable in VARIABLES.items()})
     return re.sub(r'<svg ([^>]*?)width="([\d.]+)" height="([\d.]+)"', r'<svg \1style="max-width:\2px"', text, count=1)
 
 
@@ -104,15 +102,14 @@ def png(chart: Mapping[str, Any], scale: float = 2.0) -> bytes:
     """Returns the picture on white."""
     import vl_convert
 
-    text = _svg(chart)
-    for color, value in LIGHT.items():
-        text = text.replace(color, value)
+    text = _svg(chart, LIGHT)
     return vl_convert.svg_to_png(
         re.sub(r"(<svg [^>]*>)", r'\1<rect width="100%" height="100%" fill="white"/>', text, count=1), scale
     )
 
 
-def _svg(chart: Mapping[str, Any]) -> str:
+def _svg(chart: Mapping[str, Any], colors: Mapping[str, str]) -> str:
     import vl_convert
 
-    return vl_convert.vegalite_to_svg(json.dumps({"$schema": SCHEMA, **chart, "config": CONFIG}))
+    made = vl_convert.vegalite_to_svg(json.dumps({"$schema": SCHEMA, **chart, "config": CONFIG}))
+    return re.sub("|".join(colors), lambda found: colors[found[0]], made)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gangway.program import EXIT_FINE, Parser, command
@@ -113,10 +113,9 @@ def table(runs: Sequence[Overview], now_s: float, width: int) -> Table:
         if sum(widths[other] + GAP for other in COLUMNS if other not in left_out) - GAP <= width:
             break
         left_out.add(name)
-    result = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     names = [name for name in COLUMNS if name not in left_out]
-    for name in names:
-        result.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+    columns = (Column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True) for name in names)
+    result = Table(*columns, box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for row in rows:
         result.add_row(*(row[name] for name in names))
     return result
