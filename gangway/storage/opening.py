@@ -142,26 +142,25 @@ def _in_bucket(
 
 def _settings(scheme: str, environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Returns what the client is given beside what obstore reads of the environment by itself."""
-    found: dict[str, str] = {}
     if scheme == "gs":
-        if where := environ.get("STORAGE_EMULATOR_HOST"):
-            where = where if "://" in where else f"http://{where}"
-            key = {"gcs_base_url": where, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-            found["service_account_key"] = json.dumps(key)
-        return tuple(found.items())
-    if where := environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL"):
-        found["endpoint"] = where
+        where = environ.get("STORAGE_EMULATOR_HOST", "")
+        url = where if "://" in where else f"http://{where}"
+        key = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        return (("service_account_key", json.dumps(key)),) if where else ()
     profile = {} if environ.get("AWS_ACCESS_KEY_ID") else _profile(environ)
-    if "aws_access_key_id" in profile and "aws_secret_access_key" in profile:
-        found["access_key_id"], found["secret_access_key"] = profile["aws_access_key_id"], profile["aws_secret_access_key"]
-        if "aws_session_token" in profile:
-            found["token"] = profile["aws_session_token"]
+    keys = profile if {"aws_access_key_id", "aws_secret_access_key"} <= profile.keys() else {}
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
-    found["region"] = region or "us-east-1"
-    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        # obstore would ask it all the same, where there are no keys.
-        found["metadata_endpoint"] = "http://127.0.0.1:9"
-    return tuple(found.items())
+    # obstore would ask the machine all the same, where there are no keys.
+    asks_nobody = environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    found = {
+        "endpoint": environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
+        "access_key_id": keys.get("aws_access_key_id"),
+        "secret_access_key": keys.get("aws_secret_access_key"),
+        "token": keys.get("aws_session_token"),
+        "region": region or "us-east-1",
+        "metadata_endpoint": "http://127.0.0.1:9" if asks_nobody else None,
+    }
+    return tuple((name, value) for name, value in found.items() if value is not None)
 
 
 def _profile(environ: Mapping[str, str]) -> dict[str, str]:

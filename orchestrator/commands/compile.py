@@ -76,28 +76,24 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 
     mesh, memory = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items()), found["memory"]
     yield f"{name}: {found['devices']} devices ({found['device_kind']}), mesh {mesh}"
-    if "stand_in" in found:
-        yield f"data             rows of 0 stand for them: {found['stand_in']}"
-    yield (
-        f"memory           {scaled(memory['peak'])}B of a device at the peak: {scaled(memory['arguments'])}B for state and batch,"
-        " the rest for gradients and activations"
-    )
-    if memory.get("host"):
-        yield f"  of its host    {scaled(memory['host'])}B, which it reads and writes in a step"
-    if "remat" in found:
-        yield f"remat            {remat(found['remat'])}"
     whole = ", ".join(f"{leaf} ({scaled(size)}B)" for leaf, size in found["whole"].items())
-    yield f"not divided      {whole or 'no large array'}"
-    yield "exchanged        by one device in a step:"
+    state = f"{scaled(memory['arguments'])}B for state and batch, the rest for gradients and activations"
+    rows = [
+        ("data", f"rows of 0 stand for them: {found['stand_in']}" if "stand_in" in found else None),
+        ("memory", f"{scaled(memory['peak'])}B of a device at the peak: {state}"),
+        ("  of its host", f"{scaled(memory['host'])}B, which it reads and writes in a step" if memory.get("host") else None),
+        ("remat", remat(found["remat"]) if "remat" in found else None),
+        ("not divided", whole or "no large array"),
+        ("exchanged", "by one device in a step:"),
+    ]
+    yield from (f"{label:<17}{text}" for label, text in rows if text)
     for kind, total in _by_kind(found["exchanged"]).items():
         where = ", ".join(f"{scope} {scaled(size)}B" for scope, size in list(total.items())[:4])
         yield f"  {kind:<18} {scaled(sum(total.values())):>7}B   {where}"
-    if found["exchanged_over"]:
-        over = ", ".join(f"{axes} {scaled(size)}B" for axes, size in found["exchanged_over"].items())
-        yield f"  over axes          {over}"
+    over = ", ".join(f"{axes} {scaled(size)}B" for axes, size in found["exchanged_over"].items())
     between = sum(size for axes, size in found["exchanged_over"].items() if "slice" in axes.split(" x "))
-    if between:
-        yield f"  between slices     {scaled(between)}B, over the slower network"
+    rows = [("  over axes", over), ("  between slices", f"{scaled(between)}B, over the slower network" if between else None)]
+    yield from (f"{label:<21}{text}" for label, text in rows if text)
 
 
 def remat(tried: list[Any]) -> str:

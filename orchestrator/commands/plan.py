@@ -200,9 +200,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
     yield f"{found['name']}{where}: {devices} on {hosts}, mesh {mesh}"
     notes = [("note", line) for line in found["not_looked_at"]]
-    for name, text in [*notes, *_of_model(found), *_of_time(found)]:
-        if text:
-            yield f"{name:<17}{text}"
+    yield from (f"{label:<17}{text}" for label, text in [*notes, *_of_model(found), *_of_time(found)] if text)
 
 
 def _of_model(found: Mapping[str, Any]) -> list[tuple[str, str | None]]:

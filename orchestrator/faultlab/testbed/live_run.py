@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -28,6 +28,7 @@ from orchestrator.run_state.summary import SUMMARY
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from trainers.checkpoint import layout
 
+T = TypeVar("T")
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
 """As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""
 PATIENCE_S = 240.0
@@ -89,9 +90,7 @@ class Run:
     @property
     def process(self) -> subprocess.Popen:
         """The command's."""
-        if self._process is None:
-            raise RunError(f"{self.run_dir.name} was not started")
-        return self._process
+        return known(self._process, f"{self.run_dir.name} was not started")
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -208,22 +207,14 @@ class Run:
     def member(self, host: int) -> psutil.Process:
         """Raises RunError if that host has no training process now."""
         members = self.members()
-        if host not in members:
-            raise RunError(f"host {host} has no training process; there are hosts {sorted(members)}")
-        return members[host]
+        return known(members.get(host), f"host {host} has no training process; there are hosts {sorted(members)}")
 
     def agent(self, host: int) -> psutil.Process:
-        parent = self.member(host).parent()
-        if parent is None:
-            raise RunError(f"the training process of host {host} has no parent")
-        return parent
+        return known(self.member(host).parent(), f"the training process of host {host} has no parent")
 
     def driver(self) -> psutil.Process:
         """The process that holds the run's lease."""
-        holder = holder_of(self.run_dir.url)
-        if holder is None:
-            raise RunError("the run has no driver yet")
-        return psutil.Process(holder.pid)
+        return psutil.Process(known(holder_of(self.run_dir.url), "the run has no driver yet").pid)
 
     def standbys_are_warm(self) -> bool:
         """Every member has one beside it, and none of them is still at work."""
@@ -295,6 +286,13 @@ class Run:
             return json.loads(path.content())
         except (FileNotFoundError, ValueError):  # ValueError: a disk that is full leaves empty files
             return None
+
+
+def known(found: T | None, why_not: str) -> T:
+    """Returns what was found. Raises RunError with `why_not` if that is nothing."""
+    if found is None:
+        raise RunError(why_not)
+    return found
 
 
 def step_of(checkpoint: Place) -> int:
