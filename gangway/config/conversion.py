@@ -186,7 +186,7 @@ class _Conversion:
                 continue
             with suppress(_WrongError):
                 values[key] = self.value(hints[key], item, (*path, key))
-        needed = {name for name, item in fields.items() if not _has_default(item)}
+        needed = {name for name, item in fields.items() if item.default is item.default_factory is dataclasses.MISSING}
         for name in (name for name in fields if name in needed - data.keys()):
             self._add((*path, name), "missing; it has no default")
         if needed - values.keys():
@@ -376,7 +376,3 @@ def hints_of(cls: Hashable) -> dict[str, Any]:
 
 def _names_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) or any(_names_section(arm) for arm in typing.get_args(hint))
-
-
-def _has_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING

@@ -179,7 +179,8 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
         ("Memory of a device", "bytes, at most", ("device_memory_peak_bytes",)),
         ("Memory of a host", "bytes, of the fullest", ("host_memory_bytes",)),
     ]
-    others = sorted({name for record in records.values() for name in record.names()} - SYSTEM - {"eval_loss"})
+    published = {name for record in records.values() for one in record.published for name in one.metrics}
+    others = sorted(published - SYSTEM - {"eval_loss"})
     wanted += [(*_words(name), (name,)) for name in others if "/" not in name and not name.endswith(("_s", *RATES))][:12]
     found = []
     for title, unit, names in wanted:

@@ -95,9 +95,6 @@ class Record:
         points = {one.step: one.metrics[name] for one in self.published if name in one.metrics}
         return sorted((float(step), value) for step, value in points.items())
 
-    def names(self) -> list[str]:
-        return sorted({name for one in self.published for name in one.metrics})
-
 
 def read(run: Where) -> Record:
     """Reads a run's folder. Never raises for what is missing or damaged: `problems` says it. Raises StorageProblem of a bucket

@@ -248,15 +248,11 @@ def disturb(
         not_shipped = left_over(str(run.tracking())) if tracked else None
         if testbed.mlflow and (ended := testbed.mlflow.why_it_ended()):
             trouble = trouble or ended
-        summary = unfinished(run) if trouble else run.summary()
+        ended_by_us = {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
+        summary = ended_by_us if trouble else run.summary()
         if testbed.cluster and summary["status"] != "finished":
             testbed.cluster.keep_logs(folder / "ray")
         return Disturbed(injections, summary, left, not_shipped, trouble, began_s, time.time(), run.process.returncode)
-
-
-def unfinished(run: Run) -> dict[str, Any]:
-    """Returns the summary of a run that chaos had to end."""
-    return {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
 
 
 def build_testbed(

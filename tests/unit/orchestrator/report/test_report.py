@@ -348,7 +348,9 @@ def test_a_long_run_has_a_page_of_three_megabytes_in_seconds(tmp_path):
 def test_each_utilization_has_a_chart_of_its_own_in_percent(name):
     points = [(1.0, 0.25), (2.0, 0.5)]
     of_run = SimpleNamespace(
-        overview=SimpleNamespace(metrics={}), names=lambda: [name], curve=lambda asked: points if asked == name else []
+        overview=SimpleNamespace(metrics={}),
+        published=[SimpleNamespace(metrics={name: 0.25})],
+        curve=lambda asked: points if asked == name else [],
     )
     (chart,) = page.curves({"run": of_run})
     assert "Model FLOPs" in str(chart)
