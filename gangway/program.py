@@ -42,9 +42,8 @@ def command(
     """Makes a function the `main` of a command, whose exit status it returns. The command may write to its standard streams,
     whatever becomes of them, also the text of `--help`. An error of `refusals`, about which its user can do something, ends it
     with a line and EXIT_REFUSED, as does a working folder that hides a package of ours; one of `failures` with a line and
-    EXIT_FAILED; a signal, Ctrl-C or another, with the
-    line `interrupted` and 128 more than its number. `is_read`: what it writes is what it was called for, and where that did not
-    arrive, as on a full disk, it ends with EXIT_FAILED."""
+    EXIT_FAILED; a signal, Ctrl-C or another, with the line `interrupted` and 128 more than its number. `is_read`: what it
+    writes is what it was called for, and where that did not arrive, as on a full disk, it ends with EXIT_FAILED."""
 
     def decorated(main: Callable[Given, int]) -> Callable[Given, int]:
         @functools.wraps(main)

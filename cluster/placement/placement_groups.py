@@ -15,8 +15,8 @@ REMOVE_TIMEOUT_S = 20.0
 
 
 def wait_answers(refs: Sequence[Any], deadline_s: float, check_stop: CheckStop = do_nothing) -> list[Any]:
-    """Waits for these answers, at most until `deadline_s` (of `time.monotonic`). Returns the references
-    whose answers have come."""
+    """Waits for these answers, at most until `deadline_s` (of `time.monotonic`). Returns the references whose answers
+    have come."""
     if not refs:  # `ray.wait` refuses an empty list
         return []
     while True:
