@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 from gangway.storage import ours
 
@@ -64,7 +64,8 @@ def replaced(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     try:
         with created(temporary, mode) as file:
             yield file
-            sync_file(file)
+            file.flush()
+            sync(file.fileno())
         # Only after the sync: otherwise a power cut could leave the new name on an empty file.
         os.replace(temporary, path)
     # Whatever ended the write: a temporary file with a unique name would stay for ever.
@@ -179,7 +180,8 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             # Synced and closed before it is renamed, as in `replaced`, and locked until after that.
             with open(os.dup(locked), "wb") as file:
                 yield file
-                sync_file(file)
+                file.flush()
+                sync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             ours.delete(temporary, ours.TEMPORARY)
@@ -212,12 +214,6 @@ def ends_with_newline(descriptor: int) -> bool:
     """Returns whether a file of lines is empty or whole: a process that died may have left a part of one."""
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
-
-
-def sync_file(file: IO[Any]) -> None:
-    """Returns when what was written to the file would outlive a power cut."""
-    file.flush()
-    sync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

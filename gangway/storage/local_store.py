@@ -277,7 +277,8 @@ def _write_beside(path: Path, data: bytes) -> Path:
     try:
         with durable.created(temporary) as file:
             file.write(data)
-            durable.sync_file(file)  # without it a power cut can leave the new name on an empty file
+            file.flush()
+            durable.sync(file.fileno())  # without it a power cut can leave the new name on an empty file
     except OSError:
         ours.delete(temporary, ours.TEMPORARY)
         raise
@@ -298,7 +299,8 @@ def _create_exclusively(path: Path, data: bytes) -> bool:
     try:
         with open(path, "xb") as file:
             file.write(data)
-            durable.sync_file(file)
+            file.flush()
+            durable.sync(file.fileno())
     except FileExistsError:
         return False
     except OSError as error:

@@ -54,7 +54,8 @@ class RunFolder:
             if not durable.ends_with_newline(file.fileno()):
                 file.write(b"\n")  # else the unfinished line of a driver that died would swallow ours
             file.write(text.encode())
-            durable.sync_file(file)
+            file.flush()
+            durable.sync(file.fileno())
 
     def take_requests(self, launch_id: str) -> list[Request]:
         """Returns what is asked of a launch, once."""
