@@ -102,12 +102,12 @@ def train(path: str, runs: Runs) -> int:
             # In a session of its own: it would get the Ctrl-C of a terminal twice, which ends it at once.
             children.append(subprocess.Popen([sys.executable, *RUN, path, *overrides], start_new_session=True))
             if asked:  # while it was being started
-                children[-1].send_signal(asked[-1])
+                children[-1].terminate()
             children[-1].wait()
             if asked:
                 break
     # Before it had begun to train, a run that is asked to stop ends by the signal itself.
-    fine = (EXIT_FINISHED, EXIT_STOPPED, *(status for number in asked for status in (128 + number, -number)))
+    fine = (EXIT_FINISHED, EXIT_STOPPED, *((128 + signal.SIGTERM, -signal.SIGTERM) if asked else ()))
     ended = [(config, child.returncode) for config, child in zip(runs.values(), children, strict=False)]
     finished = [config.run_dir for config, status in ended if status == EXIT_FINISHED]
     failed = [f"{config.training.name} (exit status {status})" for config, status in ended if status not in fine]
@@ -126,15 +126,15 @@ def train(path: str, runs: Runs) -> int:
 
 @contextmanager
 def passing_on() -> Iterator[tuple[list[int], list[subprocess.Popen]]]:
-    """Passes signals that ask for an end on to the last child, which saves and stops. Yields the signals that have come, and the
-    children."""
+    """Passes signals that ask for an end on to the last child, as SIGTERM, by which it saves and stops. Yields the signals that
+    have come, and the children."""
     asked, children = list[int](), list[subprocess.Popen]()
 
     def pass_on(number: int, frame: Any) -> None:
-        # In a session without a terminal SIGHUP is ignored.
-        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        # In a session without a terminal SIGHUP is ignored. SIGINT is an error of Python that begins, before a run can take it.
+        asked.append(number)
         for child in children[-1:]:
-            child.send_signal(asked[-1])
+            child.terminate()
 
     with handling(pass_on, *OF_AN_END):
         yield asked, children
