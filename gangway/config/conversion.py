@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from gangway.config import near_keys
 from gangway.config.masking import masked
-from gangway.config.section import default_of, did_you_mean
+from gangway.config.section import Section, default_of, did_you_mean, require_none
 from gangway.config.yaml_source import KeyPath, Source, shown
 from gangway.text import shortened
 
@@ -376,3 +376,14 @@ def hints_of(cls: Hashable) -> dict[str, Any]:
 
 def _names_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) or any(_names_section(arm) for arm in typing.get_args(hint))
+
+
+class CheckedSection(Section):
+    """A section that raises ValueError with a line for each of its problems, and of those of the sections in it."""
+
+    def __post_init__(self):
+        require_none([*convert_sections(self), *self._problems()])
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what is wrong with the values, a line each."""
+        raise NotImplementedError

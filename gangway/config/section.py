@@ -84,3 +84,11 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", at_most: 
     `prefix` is shown before each name. `cutoff`: the least similarity, from 0 to 1 (`difflib`)."""
     near = difflib.get_close_matches(name, list(known), n=at_most, cutoff=cutoff)
     return f"; did you mean {', '.join(prefix + match for match in near)}?" if near else ""
+
+
+def not_positive(config: Any, *names: str) -> Iterator[str]:
+    """Yields the problems of the fields that are not more than 0 (null passes)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            yield f"{name} = {value}: expected a positive number"

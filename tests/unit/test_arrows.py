@@ -95,7 +95,6 @@ LIGHT_MODULES = tuple(f"{path.relative_to(ROOT)}" for path in sources("gangway")
         "config/model",
         "config/monitoring",
         "config/optimizer",
-        "config/section",
         "config/tasks",
         "config/vision",
         "config/weights",

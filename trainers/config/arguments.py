@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal
 
-from gangway.config.conversion import from_dict
+from gangway.config.conversion import CheckedSection, from_dict
 from gangway.config.masking import masked
 from gangway.config.section import not_paths, parse_duration_s, require, require_none, too_small
 from gangway.user_modules import load_object
@@ -46,7 +46,6 @@ from trainers.config.frozen import BASE
 from trainers.config.hf_files import BYTES
 from trainers.config.mesh import CONTEXT, PipelineConfig, batch_axes, num_replicas
 from trainers.config.monitoring import recorder_problems
-from trainers.config.section import CheckedSection
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 

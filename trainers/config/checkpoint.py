@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gangway.config.section import too_small
-from trainers.config.section import CheckedSection, not_positive
+from gangway.config.conversion import CheckedSection
+from gangway.config.section import not_positive, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
+from gangway.config.conversion import CheckedSection
 from gangway.config.section import not_paths, too_small
-from trainers.config.section import CheckedSection
 
 RULES_OF_RECORDS = 2
 """The version of how records become tokens: one more at each change. Checkpoints and the digests of encoders have it."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gangway.config.conversion import CheckedSection
 from gangway.config.section import not_paths, too_small
-from trainers.config.section import CheckedSection
 
 PLACE = "{question}"
 

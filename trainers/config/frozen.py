@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from gangway.config.section import Section, require_none, too_small
-from trainers.config.section import CheckedSection, not_positive
+from gangway.config.conversion import CheckedSection
+from gangway.config.section import Section, not_positive, require_none, too_small
 
 BASE = "base"
 """The name of the frozen weights that LoRA adapts, among those of `frozen`."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from gangway.config import near_keys
+from gangway.config.conversion import CheckedSection
 from gangway.config.section import PATH, did_you_mean, not_paths
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
-from trainers.config.section import CheckedSection
 
 INSTEAD = {
     **dict.fromkeys(("name", "storage"), "run_dir=FOLDER"),

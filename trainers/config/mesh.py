@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from gangway.config.conversion import CheckedSection
 from gangway.config.section import Section, require, too_small
 from trainers.config import attention
-from trainers.config.section import CheckedSection
 
 SLICE = "slice"
 """The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gangway.config.conversion import convert_sections
-from gangway.config.section import Section, did_you_mean, require, require_none, too_small
+from gangway.config.section import Section, did_you_mean, not_positive, require, require_none, too_small
 from trainers.config.attention import EXCHANGES, KERNELS
 from trainers.config.families import FAMILIES, OPTIONAL, Family, biased, misspelt
-from trainers.config.section import not_positive
 
 WHOLE_QUERY_SCALAR = ("gemma2", "gemma3")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gangway.config.conversion import CheckedSection
 from gangway.config.importable import is_installed
-from gangway.config.section import PATH, Section, did_you_mean, repeated, require, too_small
-from trainers.config.section import CheckedSection, not_positive
+from gangway.config.section import PATH, Section, did_you_mean, not_positive, repeated, require, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gangway.config.section import not_paths, not_patterns, too_small
-from trainers.config.section import CheckedSection, not_positive
+from gangway.config.conversion import CheckedSection
+from gangway.config.section import not_paths, not_patterns, not_positive, too_small
 
 
 @dataclass(frozen=True, kw_only=True)

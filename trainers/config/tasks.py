@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from gangway.config.conversion import CheckedSection
 from gangway.config.section import too_small
-from trainers.config.section import CheckedSection
 
 NO_TARGET = -100
 """The label that other libraries give to what is no target."""

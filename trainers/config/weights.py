@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gangway.config.conversion import CheckedSection
 from trainers.config.frozen import not_readable
-from trainers.config.section import CheckedSection
 
 
 @dataclass(frozen=True, kw_only=True)
