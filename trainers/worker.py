@@ -41,6 +41,7 @@ from gangway.wire.orders import Command, Member, Precompile, Preparation, Start
 from trainers import runtime
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import load_attempts
+from trainers.runtime.context import SnapshotFiles
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -50,6 +51,8 @@ FAILED_EXIT_CODE = 1
 IMPORTED_AHEAD = ("psutil", "encodings.idna", "orbax.checkpoint", "etils.epath", "grain")
 """See `import_ahead`."""
 READ_BYTES = 1 << 16
+MAX_FILES = 250
+"""As many as come with one message."""
 
 
 class Messages:
@@ -119,6 +122,7 @@ def main() -> None:
     let_trace(os.getppid())
     messages.take_apart()
     pipe = EventPipe(os.fdopen(int(os.environ.pop("EVENT_FD")), "w"))
+    memory = os.environ.pop(orders_of.SNAPSHOT_SOCKET, None)
     process = os.getpid()
     try:
         prepared = prepare_or_explain(orders_of.read_preparation(next_message()))
@@ -128,7 +132,7 @@ def main() -> None:
         if orders["cmd"] == "precompile":
             precompile(prepared, orders, pipe)
         else:
-            run(prepared, orders, pipe)
+            run(prepared, orders, pipe, None if memory is None else received(int(memory)))
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         if os.getpid() != process:
             end_of_child(error)
@@ -142,6 +146,13 @@ def let_trace(agent: int) -> None:
     """Allows the agent, and the processes that it starts, such as py-spy, to trace this process. A kernel with Yama allows that
     only to ancestors, and py-spy is none. Kernels without Yama refuse the call, which does no harm."""
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
+
+
+def received(descriptor: int) -> SnapshotFiles:
+    """Returns the memory for snapshots that the agent has sent before the orders."""
+    with socket.socket(fileno=descriptor) as agent:
+        own, kept = (socket.recv_fds(agent, READ_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)[1] for _ in range(2))
+    return SnapshotFiles(tuple(own), tuple(kept))
 
 
 def next_message() -> Any:
@@ -212,7 +223,7 @@ def import_ahead(run_folder: str) -> None:
         orbax_bucket.import_ahead(run_folder)
 
 
-def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
+def run(prepared: Prepared, orders: Start, pipe: EventPipe, snapshot_files: SnapshotFiles | None = None) -> None:
     host = runtime.Runtime(
         pipe.send,
         restore_from=orders.get("restore_from"),
@@ -225,6 +236,7 @@ def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
         time_used_s=orders.get("time_used_s", 0.0),
         retry_for_s=orders.get("retry_for_s"),
     )
+    host.snapshot_files, host.snapshots_since = snapshot_files, orders.get("snapshots_since", 0)
     runtime.install(host)
     # Before `join`: a stop or a notice that comes while the hosts wait for each other is not lost.
     listen(host)

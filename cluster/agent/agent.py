@@ -28,6 +28,7 @@ from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.agent.precompile import Precompilation
 from cluster.agent.printed import Printed
 from cluster.agent.process_record import ExitStatus, ProcessRecord, note
+from cluster.agent.snapshot_memory import Kept
 from cluster.agent.spawner import Spawner
 from cluster.agent.standby import describe_slow
 from cluster.agent.state import AgentState
@@ -95,6 +96,7 @@ class HostAgent:
         self._calls = itertools.count()
         self._children: dict[ProcessRecord, ChildProcess] = {}
         """The processes that exist."""
+        self._kept = Kept()
         self._ended = threading.Event()
         self._printed = Printed(self._report)
         machine.ensure_home(os.environ)
@@ -320,6 +322,8 @@ class HostAgent:
     def _send(self, process: ProcessRecord, message: Mapping[str, Any]) -> bool:
         """Writes a line to a process. Returns False if it is gone."""
         child = self._children.get(process)
+        if child is not None and child.slots is not None and message.get("cmd") == "start":
+            self._kept.give_to(child.slots)  # first: with its orders it looks for them
         return child is not None and child.send(message)  # if it died just now, its exit says so
 
     def _kill(self, process: ProcessRecord) -> None:
@@ -344,12 +348,18 @@ class HostAgent:
     def _on_event(self, process: ProcessRecord, event: Event) -> None:
         if event["ev"] in ("done", "exception"):
             self._show_printed(process)  # first: after these the driver may ask no more
+        elif event["ev"] == "snapshots":
+            self._kept.only_since(event["since"])
         self._feed(inputs.Said(process, event))
 
     def _on_exit(self, process: ProcessRecord, how: ExitStatus) -> None:
         tail = log_tail(process.log_path)
         self._show_printed(process)
         self._logs.copy()
+        child = self._children.get(process)
+        if child is not None and child.slots is not None:
+            # Before the state knows: the next process may get its orders then.
+            self._kept.add(child.slots, None if process.done else process.generation)
         self._feed(inputs.Exited(process, how, tail))
         self._children.pop(process, None)
 
@@ -360,6 +370,7 @@ class HostAgent:
         for child in list(self._children.values()):
             child.wait_gone(CLOSE_WAIT_S)
         self._spawner.close()
+        self._kept.close()
         # Last: until here the processes may have printed something.
         self._logs.close(CLOSE_TIMEOUT_S)
 

@@ -26,10 +26,12 @@ from typing import Any, BinaryIO, cast
 
 import cluster
 from cluster.agent.process_record import ExitStatus
+from cluster.agent.snapshot_memory import Slots
 from cluster.hosts import compiler_flags, environment
 from gangway.foreign_errors import CRASHED
 from gangway.storage.durable import no_link
 from gangway.wire.events import Event, problem_for_agent
+from gangway.wire.orders import SNAPSHOT_SOCKET
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +111,13 @@ def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
         return [f"(the log {path} cannot be read: {error})"]
 
 
-def spawn(module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any], log_path: str) -> ChildProcess:
-    """Starts `python -m module` and sends it its first line. The calling thread must live as long as the child should."""
+def spawn(
+    module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any], log_path: str, num_slots: int = 0
+) -> ChildProcess:
+    """Starts `python -m module` and sends it its first line. The calling thread must live as long as the child should.
+    `num_slots`: for how many snapshots it gets memory."""
+    slots = Slots(num_slots) if num_slots else None
+    theirs = {} if slots is None else {SNAPSHOT_SOCKET: str(slots.theirs.fileno())}
     # Pipe ends that stay here are not inheritable: if another child held the guard's pipe too, it would never break.
     events, events_child = os.pipe()
     guard_child, guard = os.pipe()
@@ -125,19 +132,23 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(events_child, guard_child),
-                env={**env, "EVENT_FD": str(events_child)},
+                pass_fds=(events_child, guard_child, *map(int, theirs.values())),
+                env={**env, "EVENT_FD": str(events_child), **theirs},
                 start_new_session=True,  # a group of its own for `killpg`; Ctrl-C in a terminal does not reach it
             )
     except OSError:
         os.close(events)
         os.close(guard)
+        if slots is not None:
+            slots.close()
         raise
     finally:
         # Also after success: with this copy open, the reader would never see the end of the child's events.
         os.close(events_child)
         os.close(guard_child)
-    child = ChildProcess(popen, os.fdopen(events, "rb"), guard, log_path)
+        if slots is not None:
+            slots.theirs.close()
+    child = ChildProcess(popen, os.fdopen(events, "rb"), guard, log_path, slots)
     child.send(first_line)
     return child
 
@@ -145,9 +156,9 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any],
 class ChildProcess:
     """A running child. `spawn` makes one; nothing is read from it before `watch`."""
 
-    def __init__(self, popen: subprocess.Popen, events: BinaryIO, guard: int, log_path: str):
+    def __init__(self, popen: subprocess.Popen, events: BinaryIO, guard: int, log_path: str, slots: Slots | None = None):
         self.pid = popen.pid
-        self.log_path = log_path
+        self.log_path, self.slots = log_path, slots
         self._popen, self._events, self._guard = popen, events, guard
         self._signals = threading.Lock()
         self._input = threading.Lock()

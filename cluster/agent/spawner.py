@@ -51,7 +51,13 @@ class Spawner:
         self._num_spawned += 1
         log_path, log_problem = self._logs.new(f"process-{os.getpid()}-{self._num_spawned:04d}.log")
         try:
-            child = spawn(self._module, env=self._env, first_line=preparation, log_path=log_path)
+            child = spawn(
+                self._module,
+                env=self._env,
+                first_line=preparation,
+                log_path=log_path,
+                num_slots=preparation.get("snapshot_slots", 0),
+            )
         except Exception as error:  # reported: this thread must not end
             self._on_input(inputs.SpawnFailed(error))
             return

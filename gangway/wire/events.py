@@ -141,6 +141,16 @@ class Restored(Envelope):
     step: int
     skipped: Sequence[RefusedCheckpoint]
     """Newer checkpoints that were not used."""
+    source: NotRequired[Literal["memory", "storage"]]
+    """Where the state came from. Absent: there are no snapshots, and it came from storage."""
+
+
+class Snapshots(Envelope):
+    """The gang goes on from a snapshot of this generation, or has one of its own that is whole on every host: none of an older
+    generation is needed any more."""
+
+    ev: Literal["snapshots"]
+    since: int
 
 
 class Metrics(Envelope):
@@ -285,6 +295,7 @@ Event = (
     | RequestsFailed
     | RequestsMade
     | Restored
+    | Snapshots
     | Metrics
     | Preview
     | AnomalyTreated
@@ -374,6 +385,7 @@ READ_BY_AGENT: Mapping[str, frozenset[str]] = {
         "saved": ("step",),
         "save_failed": ("step",),
         "profile": ("path",),
+        "snapshots": ("since",),
         "exception": ("type", "message"),
     }.items()
 }

@@ -33,6 +33,13 @@ class Preparation(TypedDict):
     arguments_class: str
     """`package.module:Class`, a `TrainingArguments`."""
     arguments: dict[str, Any]
+    snapshot_slots: NotRequired[int]
+    """For the agent: for how many snapshots the process gets memory. Absent: for none."""
+
+
+SNAPSHOT_SOCKET = "SNAPSHOT_FD"
+"""The variable with the number of the socket by which a process gets that memory: first its own, and just before its orders what
+earlier processes of its host have left."""
 
 
 class MachineOrders(TypedDict):
@@ -79,6 +86,8 @@ class Start(Member):
     """The seconds of the `time_limit` that the run has used. Absent: 0."""
     retry_for_s: NotRequired[float]
     """How long a state is held that the storage does not take. Absent: RETRY_FOR_S."""
+    snapshots_since: NotRequired[int]
+    """The oldest generation whose snapshots in memory may be gone on from. Absent: 0, any."""
     limits: NotRequired[Mapping[str, Any]]
     """For the agent: how long the process may stay without progress."""
     shown_lines: NotRequired[int]

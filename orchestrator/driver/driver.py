@@ -91,6 +91,8 @@ class Driver:
         self._time_limit = TimeLimit(config, launch, self.events, clock, monotonic)
         self.replay_plan = self._replay_plan()
         launch.progress.max_steps = config.training.max_num_steps
+        self._snapshots_since = 0
+        """The oldest generation whose snapshots the next one may go on from."""
         self._membership: Membership | None = None
         self._stop_requests: StopRequests
         self._precompilations: Precompilations
@@ -174,6 +176,7 @@ class Driver:
         generation = Generation(
             number, len(gang.members), high_water_step=record["high_water_step"], began_at_s=record["began_at_s"]
         )
+        self._snapshots_since = number  # unless its events say that it has gone on from an older one
         self.events.start(generation)
         self._catch_up(generation)
         # After the catch-up: only the events tell how far the gang has come.
@@ -236,6 +239,7 @@ class Driver:
             "cmd": "prepare",
             "arguments_class": self.config.arguments_class,
             "arguments": dataclasses.asdict(self.config.training),
+            "snapshot_slots": self.config.training.snapshot.num_slots,
         }
 
     def _form(self, lost: tuple[int, ...] = ()) -> Change:
@@ -310,6 +314,7 @@ class Driver:
             "time_used_s": launch.progress.time_used.seconds(self.clock()),
             "retry_for_s": self.config.driver.restart.retry_for_s,
             "limits": self.config.driver.watchdog.orders(),
+            "snapshots_since": self._snapshots_since,
         }
         # Recorded before the orders are sent. If the write is lost with this driver, the agents' own orders are the record.
         launch.formed(self._record(generation))
@@ -464,6 +469,8 @@ class Driver:
         incident.hosts_before, incident.hosts_after = change.before, change.after
         self.events.enter(DriverState.RECOVERING)  # forming may have waited for machines
         incident.mark("decide", self.clock())
+        if generation.snapshots_since is not None:
+            self._snapshots_since = generation.snapshots_since
         following = self._start_generation()
         # After the start: writing and reporting must not delay the recovery.
         if not generation.finished:
@@ -486,10 +493,12 @@ class Driver:
 
     def _past(self, generation: Generation, failure: Failure, failed_at_s: float) -> PastFailure:
         slot = self.membership.gang.members[failure.host] if failure.host is not None else None
+        # What came from memory counts as progress, like a checkpoint.
+        kept = [self.launch.progress.checkpoint_step, generation.resumed_step if generation.source == "memory" else None]
         number, node_id = (slot.number, slot.node_id) if slot is not None else (None, None)
         return past_failure(
             failure,
-            self.launch.progress.checkpoint_step,
+            max((step for step in kept if step is not None), default=None),
             generation=generation.number,
             trained=bool(generation.first_step_at_s),
             slot=number,

@@ -373,7 +373,7 @@ class EventHandler:
             if at_s is not None:
                 incident.mark(phase, at_s)
         incident.recovered(generation.started_s() or self.clock(), self.step_s.get(generation.num_hosts, 0.0))
-        incident.resumed_step = generation.resumed_step
+        incident.resumed_step, incident.source = generation.resumed_step, generation.source
         # After the loss of a driver: its last heartbeat may be older than the checkpoint.
         incident.step = max(incident.step or 0, generation.resumed_step or 0)
         self.launch.update(incident)

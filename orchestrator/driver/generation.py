@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gangway.stop_reason import StopReason
-from gangway.wire.events import AnomalyTreated, Done, FirstStep, HostEvent, MachineNotice, Notice, Overdue
+from gangway.wire.events import (
+    AnomalyTreated,
+    Done,
+    FirstStep,
+    Heartbeat,
+    HostEvent,
+    MachineNotice,
+    Notice,
+    Overdue,
+    Restored,
+    Snapshots,
+)
 from gangway.wire.limits import PHASES
 from orchestrator.run_state.incidents import Action
 
@@ -80,6 +91,10 @@ class Generation:
     """The newest complete save, by host."""
     anomalies: list[AnomalyTreated] = field(default_factory=list)
     resumed_step: int | None = None
+    source: str = ""
+    """Where its state came from: `memory` or `storage`. Empty: there are no snapshots, or it is not known yet."""
+    snapshots_since: int | None = None
+    """The oldest generation whose snapshots may be gone on from after this one; None: as before it."""
     restored_step: int | None = None
     """The step to which the last rollback went back."""
     step: int = 0
@@ -95,8 +110,8 @@ class Generation:
         match event["ev"]:
             case "phase":
                 self._enter(host, event["phase"], event["t"])
-            case "heartbeat" | "restored":
-                self._advance(host, event["step"])
+            case "heartbeat" | "restored" | "snapshots":
+                self._on_state(host, event)
             case "first_step":
                 self._on_first_step(host, event)
             case "saving":
@@ -170,6 +185,15 @@ class Generation:
         self.first_step_at_s.setdefault(host, event["t"])
         if self.resumed_step is None:
             self.resumed_step = event.get("resumed_step", event["step"] - 1)
+
+    def _on_state(self, host: int, event: Heartbeat | Restored | Snapshots) -> None:
+        if event["ev"] == "snapshots":
+            # The greatest: a host that is ahead has let go of older ones already.
+            self.snapshots_since = max(event["since"], self.snapshots_since or 0)
+            return
+        self._advance(host, event["step"])
+        if event["ev"] == "restored":
+            self.source = event.get("source", "")
 
     def _on_notice(self, host: int, event: Notice | MachineNotice) -> None:
         earlier = self.notices.get(host)

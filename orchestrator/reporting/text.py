@@ -70,8 +70,10 @@ def again(incident: Mapping[str, Any]) -> str:
 
 
 def price(incident: Mapping[str, Any]) -> str:
-    """0.42 s; 36 steps, 41.2 s again: what an incident that is over has cost."""
-    return seconds(incident["total_s"]) + (f"; {repeated} again" if (repeated := again(incident)) else "")
+    """0.42 s; 36 steps, 41.2 s again, from storage: what an incident that is over has cost."""
+    source = f", from {incident['source']}" if incident.get("source") else ""
+    repeated = again(incident) or ("0 steps" if source else "")
+    return seconds(incident["total_s"]) + (f"; {repeated} again{source}" if repeated else "")
 
 
 def action_of(incident: Mapping[str, Any]) -> str:

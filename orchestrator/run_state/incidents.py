@@ -58,6 +58,8 @@ class Incident:
     """Seconds by phase, in order: they sum to `total_s`."""
     resumed_step: int | None = None
     """The step from which the next generation or the rollback went on; None before that."""
+    source: str = ""
+    """Where the state came from, `memory` or `storage`; empty without snapshots."""
     step_s: float = 0.0
     """The median seconds of a step of the generation that follows; 0: not known."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -20,12 +22,15 @@ WINGS = (
     "orchestrator/driver",
     "orchestrator/run_state",
     "orchestrator/commands/launching.py",
+    "cluster/agent",
+    "trainers/checkpoint/slots.py",
     "trainers/loop",
     "trainers/worker.py",
 )
 AS_USERS_COMPILE = True
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
+TABLE = str(ROOT / "tests" / "programs" / "table.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +38,10 @@ def in_the_project(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def start(tmp_path, *more):
+def start(tmp_path, *more, config=TINY):
+    tmp_path.mkdir(exist_ok=True)
     log = (tmp_path / "console.log").open("w")
-    command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}", "tracking.mlflow=false", *more]
+    command = [sys.executable, "-m", "orchestrator.run", config, f"storage={tmp_path}", "tracking.mlflow=false", *more]
     with heard(signal.SIGHUP):  # also where the tests run under `nohup`
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
 
@@ -103,6 +109,68 @@ def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["samples"] == 8 * 80
     assert summary["samples_digest"] == undisturbed_digest(80)
+
+
+SNAPSHOTS_EVERY = 5
+SHARDED = (
+    "task=tests.multihost.test_checkpoints:ShardedTableTask",
+    "mesh.fsdp=2",
+    "max_num_steps=300",
+    "checkpoint.save_steps=1000",
+)
+
+
+def console(tmp_path):
+    return (tmp_path / "console.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The summary of a job of two hosts, each with half of the state, without snapshots."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert start(folder, *SHARDED, config=TABLE).wait(PATIENCE_S) == 0, console(folder)
+    return json.loads((folder / "tiny" / "summary.json").read_text())
+
+
+@pytest.mark.slow("kills processes of whole jobs")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_processes_go_on_from_memory_as_if_nothing_had_happened(tmp_path, undisturbed, seed):
+    """One of the two or both, at any moment, and again before there is another snapshot. At last an agent, and with it what its
+    process had: then all is trained again, for there is no checkpoint."""
+    dice, faults = random.Random(seed), Folder(tmp_path / "faults", step_s=0.03)
+    more = (
+        f"snapshot.every_steps={SNAPSHOTS_EVERY}",
+        f"hosts.env.GANGWAY_FAULTS={faults.path}",
+        "driver.restart.max_failures=50",
+    )
+    process = start(tmp_path, *SHARDED, *more, config=TABLE)
+
+    def again(number):
+        return lambda: console(tmp_path).count("training again") == number
+
+    wait_until(lambda: "the first is whole on every host" in console(tmp_path), process, tmp_path)
+    num_incidents = 0
+    for hosts in ([0], [1], [0, 1], [dice.randrange(2)]):
+        time.sleep(dice.uniform(0, 1))
+        for at_once in (False, True):
+            for host in hosts if not at_once else [dice.randrange(2)]:
+                faults.process(host).kill()
+            num_incidents += 1
+            wait_until(again(num_incidents), process, tmp_path)
+    faults.agent(dice.randrange(2)).kill()
+    wait_until(again(num_incidents + 1), process, tmp_path)
+    faults.full_speed()
+    assert process.wait(PATIENCE_S) == 0, console(tmp_path)
+    summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    *incidents, of_agent = summary["incidents"]
+    assert [incident["source"] for incident in incidents] == ["memory"] * num_incidents
+    assert all(0 <= incident["replayed_steps"] <= 2 * SNAPSHOTS_EVERY < incident["step"] for incident in incidents), incidents
+    assert (of_agent["source"], of_agent["resumed_step"]) == ("", 0)
+    assert "again, from memory" in console(tmp_path)
+    assert [summary[name] for name in SAME] == [undisturbed[name] for name in SAME]
+
+
+SAME = ("params_digest", "samples_digest", "steps", "samples", "eval_loss")
 
 
 def undisturbed_digest(steps):

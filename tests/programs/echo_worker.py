@@ -4,7 +4,9 @@ The preparation says what goes wrong before it is warm, the orders what happens 
 prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"die": times, "folder": where to count}; "tag" comes back with warm
 go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"apart": true} (workers leave the group),
          {"then": "exit"|"raise"|"abort"|"done"|"wait"}
-orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "emit", ...} as the event itself; {"cmd": "exit", "code": n};
+         With memory for snapshots it tells in a note how many files are its own, and what is in those of earlier processes
+orders:  {"cmd": "keep", "text": t} writes into the first of its own;
+         {"cmd": "echo", ...} comes back as a note; {"cmd": "emit", ...} as the event itself; {"cmd": "exit", "code": n};
          {"cmd": "stop"} ends it well
 """
 
@@ -13,6 +15,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +63,22 @@ def start_workers(count, apart):
     return [subprocess.Popen(command, pass_fds=(fd,), start_new_session=apart).pid for _ in range(count)]
 
 
+def snapshot_files():
+    """Its own, and what is in those of earlier processes; None without memory for snapshots."""
+    if "SNAPSHOT_FD" not in os.environ:
+        return None
+    with socket.socket(fileno=int(os.environ["SNAPSHOT_FD"])) as agent:
+        own, kept = (socket.recv_fds(agent, 100, 100)[1] for _ in range(2))
+    texts = []
+    for file in kept:
+        texts.append(os.pread(file, 100, 0).decode())
+        with contextlib.suppress(PermissionError):
+            os.pwrite(file, b"changed", 0)
+        texts[-1] += os.pread(file, 100, 0).decode().replace(texts[-1], "")
+    emit("note", message=json.dumps([len(own), texts]))
+    return own
+
+
 def end(orders):
     then = orders.get("then", "wait")
     if then == "raise":
@@ -83,6 +102,7 @@ def main():
     if orders.get("ignore_sigterm"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     workers = start_workers(orders.get("workers", 0), orders.get("apart", False))
+    own = snapshot_files()
     emit("joined", received_at=time.time(), env=dict(os.environ), workers=workers, parent=os.getppid())
     for step in range(1, orders.get("steps", 1) + 1):
         emit("first_step" if step == 1 else "heartbeat", step=step, batch_index=step)
@@ -91,6 +111,9 @@ def main():
         message = next_line()
         if message["cmd"] == "echo":
             emit("note", message=message["message"])
+        elif message["cmd"] == "keep":
+            os.pwrite(own[0], message["text"].encode(), 0)
+            emit("note", message="kept")
         elif message["cmd"] == "emit":
             emit(**{name: value for name, value in message.items() if name != "cmd"})
         elif message["cmd"] == "exit":

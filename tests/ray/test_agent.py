@@ -1,5 +1,6 @@
 """The host agent with real processes, without Ray around it."""
 
+import json
 import os
 import shutil
 import signal
@@ -831,3 +832,75 @@ def test_whatever_needs_the_machine_ends_a_precompilation(start, end):
 
 def test_an_agent_is_called_after_its_run_and_its_host(start):
     assert repr(start(run_name="tiny")) == "tiny, logs"
+
+
+# ---------------------------------------------------------------------- memory for snapshots
+
+
+def given(agent, cursor=0):
+    """How many files are the process's own, and what it has found in those of earlier ones."""
+    return json.loads(event(agent, "note", cursor)["message"])
+
+
+def in_memory(pid="self"):
+    """The files of snapshots that a process has open."""
+    links = [os.path.join(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
+    return [os.readlink(link) for link in links if os.path.exists(link) and "memfd:snapshot" in os.readlink(link)]
+
+
+def next_generation(agent, number, how, text=None):
+    """Ends the process, and begins this generation. Returns what its process was given; it has written `text`."""
+    pid = state(agent)["pid"]
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not state(agent)["alive"])
+    elif how == "halt":
+        agent.halt(LONG_S)
+    cursor = agent.poll(0, 0)["cursor"]
+    wait_for_standby(agent)
+    agent.start({"cmd": "start", "generation": number})
+    found = given(agent, cursor)
+    if text is not None:
+        cursor = agent.poll(0, 0)["cursor"]
+        agent.order({"cmd": "keep", "text": text})
+        assert event(agent, "note", cursor)["message"] == "kept"
+    return found
+
+
+def tell(agent, **about):
+    cursor = agent.poll(0, 0)["cursor"]
+    agent.order({"cmd": "emit", **about})
+    event(agent, about["ev"], cursor)
+
+
+def test_what_a_process_has_in_memory_outlives_it_until_it_is_not_needed(start):
+    """Killed by somebody or by the agent: nobody can change it then. Nothing of it is left, whatever ends."""
+    before = len(in_memory())
+    agent = start({"snapshot_slots": 2})
+    assert next_generation(agent, 0, "first", "a") == [2, []]
+    assert next_generation(agent, 1, "kill", "b") == [2, ["a"]]
+    assert next_generation(agent, 2, "halt", "c") == [2, ["a", "b"]]
+    tell(agent, ev="snapshots", since=1)
+    assert next_generation(agent, 3, "kill", "d") == [2, ["b", "c"]]
+    tell(agent, ev="snapshots", since=3)
+    agent.order({"cmd": "stop", "reason": "max_steps"})  # it is done: its own is not needed either
+    assert wait_until(lambda: not state(agent)["alive"])
+    agent.prepare({"snapshot_slots": 2, "tag": "next"})
+    wait_for_standby(agent)
+    assert wait_until(lambda: len(in_memory()) == before + 2)  # those of the standby
+    agent.shutdown()
+    assert len(in_memory()) == before
+
+
+def test_what_ends_each_process_that_gets_it_is_given_up(start):
+    agent = start({"snapshot_slots": 1})
+    next_generation(agent, 0, "first", "a")
+    found = [next_generation(agent, number, "kill")[1] for number in range(1, 5)]
+    assert found == [["a"], ["a"], ["a"], []]
+
+
+def test_without_snapshots_there_is_no_memory_for_them(start):
+    agent = start({})
+    agent.start({"cmd": "start", "generation": 0})
+    assert "SNAPSHOT_FD" not in event(agent, "joined")["env"]
+    assert in_memory(state(agent)["pid"]) == []

@@ -26,7 +26,7 @@ EFFECTS = {
     **dict.fromkeys(("name", "storage", "time_limit", "kept_programs_gb", "gc_every_steps"), HARMLESS),
     **dict.fromkeys(("publish_every_steps", "publish_every_epochs"), HARMLESS),
     **dict.fromkeys(("recorders", "recorder_folders", "previews", "profile", "distributions", "metrics"), HARMLESS),
-    **dict.fromkeys(("evaluation", "checkpoint", "anomalies.skip_before"), HARMLESS),
+    **dict.fromkeys(("evaluation", "checkpoint", "snapshot", "anomalies.skip_before"), HARMLESS),
     **dict.fromkeys(("data.retries", "data.retry_backoff_s", "data.on_change"), HARMLESS),
     # The run goes on from its checkpoint: where it began no longer counts.
     **dict.fromkeys(("init_from", "model.pretrained"), HARMLESS),

@@ -141,6 +141,17 @@ class CheckpointManager:
         self.wait()  # a save in progress may be about to commit a newer checkpoint
         return self._restorer.restore(abstract, accept, before)
 
+    def go_on_from(self, step: int, make: Callable[[], TrainState], allowed: Mapping[str, int]) -> tuple[TrainState | None, str]:
+        """Goes on from a state that is no checkpoint, which `make` returns. `allowed`: how many of its values may be infinite or
+        NaN, by leaf. Returns None and the reason if there is a newer checkpoint, or if more are. Raises what `restore` raises if
+        the checkpoints cannot be seen."""
+        return self._restorer.go_on_from(step, make, allowed)
+
+    @property
+    def not_finite(self) -> Mapping[str, int]:
+        """How many values of a leaf may be infinite or NaN, for they were so as the run began. Waits for the device, once."""
+        return self._measured.allowed() or {}
+
     @property
     def folder(self) -> Place:
         """Where the checkpoints are, each in a folder of its own."""

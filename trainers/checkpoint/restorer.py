@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Restored:
     meta: dict[str, Any]
     skipped: list[RefusedCheckpoint] = field(default_factory=list)
     """The checkpoints that were passed over because they are not whole: `step` and `why`."""
+    generation: int | None = None
+    """Of a snapshot: the generation that has taken it. None: it was a checkpoint."""
 
 
 class Restorer:
@@ -71,6 +73,20 @@ class Restorer:
             )
         self._continue_from(None, everything)
         return None
+
+    def go_on_from(self, step: int, make: Callable[[], TrainState], allowed: Mapping[str, int]) -> tuple[TrainState | None, str]:
+        """See `trainers.checkpoint.manager.CheckpointManager.go_on_from`."""
+        everything = self._listed()
+        newest = max(everything, default=None)
+        if newest is not None and newest > step:
+            return None, f"the checkpoint of step {newest} is newer"
+        state = make()
+        not_finite = self._measured.begin(state).described["not_finite"]
+        if bad := [name for name, number in not_finite.items() if number > allowed.get(name, 0)]:
+            return None, f"values of {', '.join(bad[:3])} are infinite or NaN"
+        self._measured.allow(not_finite)
+        self._course.continue_from(newest, everything, ())
+        return state, ""
 
     def _listed(self) -> list[int]:
         """Returns the steps of the checkpoints, newest first, as host 0 sees them. Raises CheckpointUnavailableError if those

@@ -1,6 +1,6 @@
 """The sections of the configuration, each checked as it is built. Free of JAX."""
 
-from trainers.config.checkpoint import CheckpointConfig
+from trainers.config.checkpoint import CheckpointConfig, SnapshotConfig
 from trainers.config.data import DataConfig
 from trainers.config.evaluation import EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
 from trainers.config.frozen import FrozenConfig, LoraConfig
@@ -36,6 +36,7 @@ __all__ = [
     "PruningConfig",
     "ScheduleConfig",
     "ScoreConfig",
+    "SnapshotConfig",
     "UnitConfig",
     "VisionConfig",
 ]

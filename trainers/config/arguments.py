@@ -38,6 +38,7 @@ from trainers.config import (
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
+    SnapshotConfig,
     VisionConfig,
     attention,
     mesh,
@@ -106,6 +107,7 @@ class TrainingArguments(CheckedSection):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -1,4 +1,4 @@
-"""The section `checkpoint`: when a state is saved, and which checkpoints stay. Free of JAX."""
+"""The sections `checkpoint` and `snapshot`: when a state is saved, and when copied in memory. Free of JAX."""
 
 from __future__ import annotations
 
@@ -65,3 +65,26 @@ class CheckpointConfig(CheckedSection):
         for name in needs.get(self.keep_model_only, ()):
             if getattr(self, name) is None:
                 yield f"keep_model_only = {self.keep_model_only!r}: nothing is kept by {name}; set it, or keep_model_only=none"
+
+
+KNOWN_AFTER_STEPS = 7
+"""After so many steps all hosts know that a snapshot is whole on all of them: it is described when its step is complete, and then
+travels with the flags of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotConfig(Section):
+    """Copies of the state in the memory of each host, outside the process that trains: a process that dies costs at most the
+    steps since the last one. They are lost with their machine."""
+
+    every_steps: int | None = None
+    """A snapshot is due at each step that is a multiple of this. null: there are none. They need the memory of two copies of a
+    host's part of the state (four for a while after a restart), and for a step that of one more state on the devices."""
+
+    def __post_init__(self):
+        require_none(too_small(self, 1, "every_steps"))
+
+    @property
+    def num_slots(self) -> int:
+        """For how many snapshots an agent gives a process memory: as many as may be under way, and one. 0: there are none."""
+        return 0 if self.every_steps is None else 1 + -(-KNOWN_AFTER_STEPS // self.every_steps)

@@ -4,7 +4,7 @@ when that step is complete."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -128,6 +128,8 @@ class Agreement:
     requests: HostRequests
     end_of_data: EndOfData = field(default_factory=lambda: EndOfData(None))
     window: Window = field(default_factory=Window)
+    whole: Callable[[], Sequence[int]] = tuple
+    """Returns the newest snapshot of this host, if there are snapshots."""
     newest: Agreed = field(default_factory=Agreed)
     """The result of the newest step that is complete."""
     _handled_saves: int = 0
@@ -141,7 +143,7 @@ class Agreement:
     def flags_of(self, batch_index: int, *, skip: bool, data_wait_s: float) -> jax.Array:
         """Returns the input of the next step: what this host asks for."""
         saves = self.requests.requested_saves(self.newest)
-        return self.flags.array(self._stop_request(batch_index), saves, skip, data_wait_s, batch_index)
+        return self.flags.array(self._stop_request(batch_index), saves, skip, data_wait_s, batch_index, *self.whole())
 
     def complete_one(self) -> Agreed:
         """Waits for the oldest step in flight; returns its result. Raises DesyncError if the hosts are at different batches."""

@@ -35,14 +35,17 @@ class Agreed:
     """1 if a parameter is infinite or NaN after the step."""
     loss: float = 0.0
     expected_loss: float = 0.0
+    whole: int = 0
+    """The number of the newest snapshot that is whole on every host; less than 0: a host cannot take any yet."""
 
     @classmethod
     def read(cls, reduced: jax.Array) -> Agreed:
         """Waits for the step, and returns its result."""
         values = wait_for_device(reduced)
         stop, saves, status, data_wait_us, batch_index, newest, not_finite = values[:7].tolist()
-        loss, expected = values[7:].view(np.float32).tolist()  # sent as the bits of a float32
-        return cls(stop, saves, UpdateStatus(status), data_wait_us, batch_index, newest, not_finite, loss, expected)
+        loss, expected = values[7:9].view(np.float32).tolist()  # sent as the bits of a float32
+        whole = values[9:].tolist()
+        return cls(stop, saves, UpdateStatus(status), data_wait_us, batch_index, newest, not_finite, loss, expected, *whole)
 
     @property
     def data_wait_s(self) -> float:
@@ -56,16 +59,16 @@ class Agreed:
 class Flags:
     """Builds the input `flags` of the train step from what this host asks for and has waited: one row for each of its devices."""
 
-    def __init__(self, mesh: jax.sharding.Mesh):
+    def __init__(self, mesh: jax.sharding.Mesh, *, snapshots: bool = False):
         self._sharding = meshes.one_per_device(mesh)
-        self._shape = (mesh.devices.size, len(FLAGS))
+        self._shape = (mesh.devices.size, len(FLAGS) + snapshots)
 
     def array(
-        self, stop: int = 0, saves: int = 0, skip: bool = False, data_wait_s: float = 0.0, batch_index: int = 0
+        self, stop: int = 0, saves: int = 0, skip: bool = False, data_wait_s: float = 0.0, batch_index: int = 0, whole: int = 0
     ) -> jax.Array:
         data_wait_us = min(int(data_wait_s * 1e6), np.iinfo(np.int32).max)
-        # [1, len(FLAGS)]: the same row for each device of this host.
-        row = np.array([[stop, saves, skip, data_wait_us, batch_index]], np.int32)
+        # [1, len(FLAGS)], and one more with snapshots: the same row for each device of this host.
+        row = np.array([[stop, saves, skip, data_wait_us, batch_index, whole][: self._shape[1]]], np.int32)
         # Called at every step: this takes a fifth of the time of one `device_put` for each device.
         return jax.make_array_from_callback(self._shape, self._sharding, lambda index: row)
 

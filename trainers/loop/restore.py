@@ -12,6 +12,7 @@ from trainers import runtime
 from trainers.loop.anomalies import Decision
 from trainers.loop.beginning import Beginning
 from trainers.loop.lineage import Lineage, write_skipped
+from trainers.loop.snapshots import Memory
 from trainers.protocol import CheckpointManagerProtocol
 from trainers.step.state import TrainState
 
@@ -29,11 +30,15 @@ class Resume:
     lineage: Lineage
     meta: dict[str, Any] = field(default_factory=dict)
     """The meta of the checkpoint that was restored, or that the run began with; empty at the beginning of any other run."""
+    memory: Memory | None = None
+    """The snapshots that earlier processes have left; None: there are no snapshots."""
 
     def newest(self) -> TrainState:
         """Returns the state of the newest whole checkpoint; the first state if there is none."""
-        restored = self._restored()
+        restored = self._restored(self.memory)
         if restored is None:
+            if self.memory is not None:
+                self._forget_older(runtime.current().generation)
             return self._first()
         unused = self.beginning.continues(self.meta)
         if unused and jax.process_index() == 0:
@@ -59,16 +64,24 @@ class Resume:
             host.emit({"ev": "anomaly", **decision.event(), "restored_step": batch_index})
         return state, batch_index
 
-    def _restored(self, before: int | None = None) -> TrainState | None:
-        """Restores the newest whole checkpoint (at or before batch `before`) that was not trained on batches skipped since."""
-        restored = self.manager.restore(self.abstract, accept=self.lineage.refuse, before=before)
+    def _restored(self, memory: Memory | None = None, before: int | None = None) -> TrainState | None:
+        """Restores the newest whole checkpoint (at or before batch `before`) that was not trained on batches skipped since; or a
+        snapshot, if it is no older."""
+        restored = memory and memory.restore(self.abstract, self.lineage.refuse, self.manager)
+        source: Any = {} if memory is None else {"source": "storage" if restored is None else "memory"}
+        restored = restored or self.manager.restore(self.abstract, accept=self.lineage.refuse, before=before)
         if restored is None:
             return None
         batch_index = int(restored.state.batch_index)
-        runtime.current().emit({"ev": "restored", "step": batch_index, "skipped": restored.skipped})
+        runtime.current().emit({"ev": "restored", "step": batch_index, "skipped": restored.skipped, **source})
+        if memory is not None:
+            self._forget_older(runtime.current().generation if restored.generation is None else restored.generation)
         self.lineage.start(batch_index, self.topology, restored.meta)
         self.meta = restored.meta
         return restored.state
+
+    def _forget_older(self, generation: int) -> None:
+        runtime.current().emit({"ev": "snapshots", "since": generation})
 
     def _first(self) -> TrainState:
         state = self.beginning.make()

@@ -80,6 +80,12 @@ class DataState:
         about = {"num_hosts": len(states), "global_batch_size": self.global_batch_size}
         return {KEY: {**about, "states": states[:1] if same else states}}
 
+    def of_this_host(self, batch_index: int) -> dict[str, Any]:
+        """Returns what a snapshot has of the data: that of this host alone."""
+        state = self.loader.state_at(batch_index) if getattr(self.loader, "is_stream", False) else None
+        about = {"num_hosts": jax.process_count(), "global_batch_size": self.global_batch_size}
+        return {} if state is None else {KEY: {**about, "states": [state]}}
+
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Sets the streams as `meta` has recorded them. If the gang or the batches are others now, they are not set: then the
         data is read again up to its position, which a note tells."""
@@ -258,6 +264,14 @@ class Saver:
 
     def meta(self, batch_index: int) -> dict[str, Any]:
         """Returns the JSON that a checkpoint carries beside the state; `restore` reads it back."""
+        return {**self.so_far(batch_index), **recorded_arguments(self.arguments)}
+
+    def of_snapshot(self, batch_index: int) -> dict[str, Any]:
+        """Returns what a snapshot carries beside the state, but for the data and what never changes."""
+        return {**self.so_far(batch_index), **self.learned(), "not_finite": dict(getattr(self.manager, "not_finite", {}))}
+
+    def so_far(self, batch_index: int) -> dict[str, Any]:
+        """Returns the part of it that changes in the course of a run."""
         return {
             "batch_index": batch_index,
             "seed": self.arguments.seed,
@@ -266,7 +280,6 @@ class Saver:
             **self.evaluator.meta(),
             **self.time_used.meta(),
             **({META: frozen} if (frozen := self.frozen()) else {}),
-            **recorded_arguments(self.arguments),
         }
 
     def restore(self, meta: dict[str, Any]) -> None:

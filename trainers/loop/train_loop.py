@@ -28,6 +28,7 @@ from trainers.loop.guard import GoBack, Guard
 from trainers.loop.hooks import Hooks, overrides
 from trainers.loop.restore import Resume
 from trainers.loop.saver import Saver
+from trainers.loop.snapshots import Snapshots
 from trainers.loop.triggers import Due
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import Layout, MetricSums, scalars
@@ -93,6 +94,7 @@ class Loop:
     seconds: Seconds = field(default_factory=Seconds)
     busy: BusyTime = field(default_factory=BusyTime)
     replaced: Replaced = field(default_factory=Replaced)
+    snapshots: Snapshots | None = None
     first_step_reported: bool = False
     tried: Callable[[], None] | None = None
     """Waits until it is known whether the state can be saved, and raises CheckpointError if not; None: that is known."""
@@ -110,6 +112,8 @@ class Loop:
                 return self._run_segment(state)
             except GoBack as rollback:
                 decision = rollback.decision
+                if self.snapshots is not None:
+                    self.snapshots.leave_behind()
             # Outside the `except` block: the exception's frames hold the old state, and there may be no room for two.
             with self.busy.waiting():
                 state, self.resumed_step = self.resume.go_back(decision)
@@ -138,6 +142,7 @@ class Loop:
             # Here, on the main thread: a user's callback must not run on the thread that saves.
             with info.showing(state):
                 self.saver.report_saved()
+            train = self._step_with_snapshot(state)
             state = self._begin_epochs(state)
             began_s = self.seconds.clock()
             batch = self.loader.batch(info.batch_index)
@@ -148,17 +153,13 @@ class Loop:
             skip = info.batch_index in self.guard.lineage.skipped
             flags = self.agreement.flags_of(info.batch_index, skip=skip, data_wait_s=data_wait_s)
             with self.busy.waiting():  # some backends compute on the dispatching thread: that is not the host's own work
-                state, metric_sums, reduced, step_metrics, bins = self.steps.train(state, metric_sums, batch, flags)
+                state, metric_sums, reduced, step_metrics, bins = train(state, metric_sums, batch, flags)
             # With the index of the batch that it trains on: the counter moves on in the next line.
             self.agreement.window.push(info.batch_index, reduced)
             host.at_step = info.global_step = info.global_step + 1
             info.epoch = self.due.epochs.at(info.batch_index)
             if not self.first_step_reported:
-                jax.block_until_ready(reduced)  # the only wait for the newest step: recovery time ends here
-                host.emit({"ev": "first_step", "step": info.global_step, "resumed_step": self.resumed_step})
-                self.first_step_reported = True
-                if self.tried is not None:
-                    self.tried()
+                self._report_first_step(reduced)
             if self.agreement.window.full:
                 self._complete_one(state)
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s
@@ -177,6 +178,15 @@ class Loop:
         if info.global_step > self.resumed_step:
             self.guard.look_at_the_last(state, info.global_step)
         return state, reason
+
+    def _report_first_step(self, reduced: jax.Array) -> None:
+        jax.block_until_ready(reduced)  # the only wait for the newest step: recovery time ends here
+        runtime.current().emit({"ev": "first_step", "step": self.info.global_step, "resumed_step": self.resumed_step})
+        self.first_step_reported = True
+        if self.snapshots is not None:
+            self.snapshots.start()
+        if self.tried is not None:
+            self.tried()
 
     def _prepared(self, state: TrainState, batch: Any) -> Any:
         if self.steps.prepare_batch is None:
@@ -227,6 +237,28 @@ class Loop:
         self.seconds.add("data_wait", agreed.data_wait_s)
         self.guard.look_at_step(agreed, state)
         host.at_step = self.info.global_step
+        if self.snapshots is not None:
+            self.snapshots.observe(agreed.whole)
+            self._describe_snapshot(completed, state)
+
+    def _step_with_snapshot(self, state: TrainState) -> Callable[..., StepOutput]:
+        """Begins a snapshot if one is due, before the batch is drawn, as a save. Returns the program for the next step."""
+        snapshots, step = self.snapshots, self.info.batch_index
+        if snapshots is None or not snapshots.begin(step, state, lambda: self.saver.data_state.of_this_host(step)):
+            return self.steps.train
+        if self.agreement.window.completed_step == step:  # nothing is in flight: it is complete already
+            self._describe_snapshot(step, state)
+        assert snapshots.step is not None
+        return snapshots.step
+
+    def _describe_snapshot(self, completed: int, state: TrainState) -> None:
+        """Gives the snapshot of a step that is complete now what a checkpoint would record. Only now: an update that is in flight
+        may turn out to be one to skip."""
+        assert self.snapshots is not None
+        if self.snapshots.awaits(completed):
+            with self.info.showing(state):
+                self.publisher.collect(completed)  # first: after a restart this is not published again
+            self.snapshots.tell(self.saver.of_snapshot(completed))
 
     def _save_what_is_due(self, state: TrainState) -> None:
         step = self.info.global_step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 CPU, PROCESS_MEMORY = "host_cpu_percent", "process_memory_bytes"
 MEMORY, TOTAL_MEMORY = "host_memory_bytes", "host_memory_total_bytes"
@@ -21,6 +23,18 @@ def bytes_of_machine() -> int:
     import psutil
 
     return psutil.virtual_memory().total
+
+
+def bytes_available(cgroup: str = "/sys/fs/cgroup") -> float:
+    """Returns how much memory a process can still get: of this machine, and of the limit of its container, if it sees one."""
+    import psutil
+
+    left = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no limit is the word max
+        limit, used = (int(Path(cgroup, name).read_text()) for name in ("memory.max", "memory.current"))
+        cache = re.search(r"^inactive_file (\d+)", Path(cgroup, "memory.stat").read_text(), re.MULTILINE)
+        left = min(left, limit - used + (int(cache[1]) if cache else 0))
+    return left
 
 
 class HostUsage:

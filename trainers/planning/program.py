@@ -148,7 +148,9 @@ def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
         made.placed_state,
         jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=meshes.replicated(mesh)),
         made.step_batch_shapes(),
-        jax.ShapeDtypeStruct((mesh.size, len(FLAGS)), np.int32, sharding=meshes.one_per_device(mesh)),
+        jax.ShapeDtypeStruct(
+            (mesh.size, len(FLAGS) + bool(trainer.arguments.snapshot.num_slots)), np.int32, sharding=meshes.one_per_device(mesh)
+        ),
         *made.frozen_shapes,
     )
     return lowered(made.jit_train_step(made.design.train_step(layout)), args)

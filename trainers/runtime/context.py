@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from gangway.stop_reason import StopReason
 from gangway.text import cut
@@ -81,6 +81,14 @@ MAX_ODD, MAX_ODD_TEXT = 20, 300
 """How many mistakes in reports are reported, and how many letters of each."""
 
 
+class SnapshotFiles(NamedTuple):
+    """The memory that the agent keeps when this process dies, as descriptors of files."""
+
+    own: tuple[int, ...]
+    kept: tuple[int, ...]
+    """What earlier processes of this host have left."""
+
+
 class Runtime:
     """One process's side of the channel to its agent. `send` takes an event, a dict that JSON can hold, and must not block."""
 
@@ -118,6 +126,10 @@ class Runtime:
         same on all hosts."""
         self.retry_for_s = RETRY_FOR_S if retry_for_s is None else retry_for_s
         """How long a state is held that the storage does not take (`driver.restart.retry_for_s`)."""
+        self.snapshot_files: SnapshotFiles | None = None
+        """None: there is no agent that would keep snapshots."""
+        self.snapshots_since = 0
+        """The oldest generation whose snapshots may be gone on from."""
         self.step = self.batch_index = 0
         """The steps completed and the batches drawn, and below, how many seconds the loop's thread has worked since the loop
         began, other than waiting for the device. The loop writes them, the heartbeat's thread reads them."""

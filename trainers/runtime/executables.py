@@ -251,6 +251,15 @@ def _is_sound(output: jax.Array) -> bool:
 def compile_afresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Returns an executable that can be kept. On a CPU, one that came out of JAX's compile cache serializes without an error into
     one that does not run ("Function ... not found")."""
+    with _afresh:
+        return _compiled_afresh(lowered)
+
+
+_afresh = threading.Lock()
+"""JAX's setting is that of the whole process, and snapshots compile beside the training."""
+
+
+def _compiled_afresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     # JAX decides once whether it uses its cache: without a reset the setting would have no effect.
     compilation_cache.reset_cache()

@@ -25,6 +25,8 @@ class StepProgram(Program):
     """
 
     by_hand: Callable[[Callable[..., Any], TrainState, Batch], Any] | None = None
+    keeping: Callable[[], Program] | None = None
+    """Returns the same step as a program that leaves its state as it is, for snapshots. Once this one is prepared."""
 
     def __call__(self, *args: Any) -> Any:
         if len(args) == BY_HAND and self.by_hand is not None:

@@ -37,11 +37,11 @@ class UpdateStatus(IntEnum):
 
 FLAGS = ("stop", "saves", "skip", "data_wait_us", "batch_index")
 """The input of each host to a step, as int32 in this order: its requests, how long it waited for its batch, and the index of the
-batch."""
+batch. With snapshots each host also says which is the newest that is whole in its memory."""
 
 REDUCED = ("stop", "saves", "status", "data_wait_us", "batch_index", "newest_batch_index", "not_finite", "loss", "expected_loss")
 """The result of a step for every host, as int32 in this order; the losses are the bits of a float32. `not_finite`: 1
-if a parameter is infinite or NaN after the step."""
+if a parameter is infinite or NaN after the step. With snapshots comes which is the newest that is whole on every host."""
 
 MIN_RELATIVE_DEVIATION = 0.01
 """The least standard deviation for the detection of spikes, relative to the mean: where losses hardly vary, a small chance
@@ -59,7 +59,8 @@ def reduce_flags(
     """Returns int32[len(REDUCED)]: the maximum of the hosts' requests and waits, and the `UpdateStatus`. `overflow` is the status
     by the scale of the loss; None where losses are not scaled. `not_finite` is 0: `with_look` sets it after the update."""
     # The least batch index too, as the maximum of its negative: a second collective would cost as much again.
-    stop, saves, skip, data_wait_us, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
+    stop, saves, skip, data_wait_us, newest, *more = jnp.max(jnp.concatenate([flags, -flags[:, 4:]], axis=1), axis=0)
+    least, *whole = more[flags.shape[1] - len(FLAGS) :]
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
     overflow = jnp.int32(UpdateStatus.APPLIED) if overflow is None else overflow
     # The first condition that holds wins. OUT_OF_STEP comes first: the hosts computed with different batches. ORDERED comes
@@ -77,7 +78,9 @@ def reduce_flags(
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
     # As bits: one int32 array for everything is one transfer to the host, and no conversion rounds the losses.
     loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))
-    return jnp.stack([stop, saves, status, data_wait_us, -least, newest, jnp.int32(0), loss_bits, expected_bits])
+    return jnp.stack(
+        [stop, saves, status, data_wait_us, -least, newest, jnp.int32(0), loss_bits, expected_bits, *(-one for one in whole)]
+    )
 
 
 def with_look(reduced: jax.Array, not_finite: jax.Array) -> jax.Array:

@@ -234,14 +234,26 @@ class Assembly:
         return self._steps
 
     def _train_step(self, step: Any) -> Program:
-        arguments = self._trainer.arguments
-        if arguments.model.remat != AUTO:
-            return self._program("train_step", self.jit_train_step(step))
-        choices, jit = Choices.of(arguments, self.mesh), partial(self.jit_train_step, step)
-        return ChosenStep(jit, choices, self.programs, runtime.current().note, self.frozen)
+        arguments, jit = self._trainer.arguments, partial(self.jit_train_step, step)
+        program: Any = None
+        if arguments.model.remat == AUTO:
+            choices = Choices.of(arguments, self.mesh)
+            program = ChosenStep(jit, choices, self.programs, runtime.current().note, self.frozen)
+        else:
+            program = self._program("train_step", jit())
 
-    def jit_train_step(self, step: Any, remat: str | None = None) -> Any:
-        """Returns the step, jitted for the mesh. `remat`: the policy that was chosen, where `model.remat` is `auto`."""
+        def keeping() -> Program:
+            return self._program(f"{program.name}_keeping", jit(getattr(program, "policy", None), keeps=True))
+
+        program.keeping = keeping
+        return program
+
+    def flags(self) -> Flags:
+        return Flags(self.mesh, snapshots=self._trainer.arguments.snapshot.every_steps is not None)
+
+    def jit_train_step(self, step: Any, remat: str | None = None, *, keeps: bool = False) -> Any:
+        """Returns the step, jitted for the mesh. `remat`: the policy that was chosen, where `model.remat` is `auto`. `keeps`: it
+        leaves its state as it is."""
         asked = {"model.remat": remat or self._trainer.arguments.model.remat}
         if self._trainer.arguments.vision is not None:
             asked["vision.remat"] = self._trainer.arguments.vision.remat
@@ -258,7 +270,7 @@ class Assembly:
             # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
             out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
             # State and sums are donated: so the step needs room for one state and not for two.
-            donate_argnums=(0, 1),
+            donate_argnums=(1,) if keeps else (0, 1),
         )
 
     def step_batch_shapes(self) -> Shapes:
@@ -328,7 +340,7 @@ class Assembly:
         """Returns the functions, whose steps may then also be called with (state, batch)."""
         train, evaluate = functions.train_step_fn, functions.eval_step_fn
         if isinstance(train, StepProgram):
-            train.by_hand = train_by_hand(step_layout, lambda: self.zeros(step_layout), Flags(self.mesh).array)
+            train.by_hand = train_by_hand(step_layout, lambda: self.zeros(step_layout), self.flags().array)
         if isinstance(evaluate, StepProgram):
             counting = loss_layout.with_others(EVALUATION_COUNTS)
             evaluate.by_hand = eval_by_hand(counting, lambda: self.zeros(counting))

@@ -15,22 +15,23 @@ from gangway.published import of_task
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import lacks_data
-from trainers.loop import lineage
+from trainers.loop import lineage, snapshots
 from trainers.loop.agreement import Agreement, HostRequests, Limits
 from trainers.loop.beginning import Beginning
 from trainers.loop.evaluator import Evaluator, Previewer
 from trainers.loop.guard import Guard
-from trainers.loop.inflight import Flags
+from trainers.loop.hooks import overrides
 from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.restore import Resume
 from trainers.loop.results import describe
 from trainers.loop.saver import DataState, Saver, TimeUsed
+from trainers.loop.snapshots import Memory, Snapshots
 from trainers.loop.train_loop import GarbageCollection, Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms
@@ -71,6 +72,8 @@ class TrainingRun:
         # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
         trainer.lineage = lineage.initial(self.arguments.run_folder, host.skip_batches)
         resume = self.build_resume(beginning(trainer, model_parameters, state))
+        if self.arguments.snapshot.num_slots:
+            snapshots.check(self.arguments, self._train_step, self.manager, resume.abstract)
         # Loads kept programs on another thread while this one reads the checkpoint; first those that restoring itself needs.
         self.manager.load_ahead(resume.abstract)
         self._train_step.load_ahead(*self._step_arguments(resume.abstract))
@@ -103,6 +106,8 @@ class TrainingRun:
         host.phase("train")
         with loop.garbage:
             state, reason = loop.run(state)
+        if loop.snapshots is not None:
+            loop.snapshots.close()
         state = self.finish(loop, trainer.on_training_end(state), reason)
         self.callbacks.call(Callback.on_train_end, self.info)
         self.manager.close()  # only now: a callback may have read an old checkpoint until here
@@ -128,7 +133,25 @@ class TrainingRun:
         mesh = self.parts.mesh
         gang = {"num_hosts": jax.process_count(), "num_devices": mesh.devices.size, "mesh": dict(mesh.shape)}
         folder, abstract = self.arguments.run_folder, self.trainer.assembly.placed_state
-        return Resume(folder, self.manager, abstract, first, gang, self.trainer.lineage)
+        files, since, memory = runtime.current().snapshot_files, runtime.current().snapshots_since, None
+        if self.arguments.snapshot.num_slots and files is not None:
+            memory = Memory(files.kept, folder, since)
+        return Resume(folder, self.manager, abstract, first, gang, self.trainer.lineage, memory=memory)
+
+    def _snapshots(self, shapes: TrainState) -> Snapshots | None:
+        host, trainer = runtime.current(), self.trainer
+        if host.snapshot_files is None or not (every_steps := self.arguments.snapshot.every_steps):
+            return None
+
+        def prepare() -> Any:
+            program = self._train_step.keeping()
+            program.prepare(*self._step_arguments(shapes))
+            return program
+
+        about = {"run": self.arguments.run_folder, "generation": host.generation, "host": jax.process_index()}
+        recorded = {"recorded": recorded_arguments(self.arguments)}
+        waits = overrides(trainer, "on_step_start") or overrides(trainer, "on_epoch_begin")
+        return Snapshots(every_steps, host.snapshot_files.own, shapes, {**about, **recorded}, prepare, waits=waits)
 
     def build_loop(self, resume: Resume, step: int) -> Loop:
         """Builds the loop that goes on from `step`."""
@@ -147,13 +170,14 @@ class TrainingRun:
         limits = HostRequests(self._limits(), arguments.checkpoint.save_minutes, lambda: manager.failing)
         # A user's own loader need not know where its data ends.
         end_of_data = EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader))
-        prepare_batch = parts.batching.prepare_trained
         no_sums = partial(self.trainer.assembly.zeros, parts.steps.step_layout)
+        prepare_batch, taken = parts.batching.prepare_trained, self._snapshots(resume.abstract)
+        whole: Any = tuple if taken is None else lambda: (taken.newest,)
         return Loop(
             info=self.info,
             steps=Steps(self._train_step, parts.steps.step_layout, no_sums, arguments.distributions, prepare_batch),
             loader=loader,
-            agreement=Agreement(Flags(parts.mesh), limits, end_of_data),
+            agreement=Agreement(self.trainer.assembly.flags(), limits, end_of_data, whole=whole),
             guard=self._guard(),
             due=due,
             saver=saver,
@@ -164,6 +188,7 @@ class TrainingRun:
             hooks=self.trainer,
             callbacks=self.callbacks,
             garbage=GarbageCollection(arguments.gc_every_steps),
+            snapshots=taken,
         )
 
     def _guard(self) -> Guard:
@@ -255,7 +280,7 @@ class TrainingRun:
     def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
         """Returns what the train step is compiled for. `state` may be shapes."""
         assembly = self.trainer.assembly
-        return state, assembly.zeros(self.parts.steps.step_layout), assembly.step_batch_shapes(), Flags(self.parts.mesh).array()
+        return state, assembly.zeros(self.parts.steps.step_layout), assembly.step_batch_shapes(), assembly.flags().array()
 
     # ------------------------------------------------------------------ beginning, trouble and end
 
