@@ -90,6 +90,8 @@ class World:
         self.can_start_agents = True
         self.deaf = False
         """Whether processes do not do what they are asked."""
+        self.snapshot: tuple[int, int] | None = None
+        """The generation and the step of the newest snapshot in memory; None: processes know of none."""
 
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._counter), work))
@@ -549,8 +551,15 @@ class Job:
 
     def _compile(self) -> None:
         self.step = self.world.commits[-1][1] if self.world.commits else 0
+        source: dict[str, Any] = {}
+        if self.world.snapshot is not None:
+            of, step = self.world.snapshot
+            fits = of >= self.processes[0].orders["snapshots_since"] and step >= self.step
+            source = {"source": "memory" if fits else "storage"}
+            self.step = max(self.step, step) if fits else self.step
+            self._tell({"ev": "snapshots", "since": of if fits else self.generation})
         self.resumed_step = self.step
-        self._tell({"ev": "restored", "step": self.step, "skipped": []})
+        self._tell({"ev": "restored", "step": self.step, "skipped": [], **source})
         self._tell({"ev": "phase", "phase": "compile"})
         self._later(COMPILE_S, self._train)
 

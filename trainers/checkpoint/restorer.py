@@ -81,10 +81,10 @@ class Restorer:
         if newest is not None and newest > step:
             return None, f"the checkpoint of step {newest} is newer"
         state = make()
-        not_finite = self._measured.begin(state).described["not_finite"]
-        if bad := [name for name, number in not_finite.items() if number > allowed.get(name, 0)]:
-            return None, f"values of {', '.join(bad[:3])} are infinite or NaN"
-        self._measured.allow(not_finite)
+        found = self._measured.begin(state).described["not_finite"]
+        if more := [name for name in found if found[name] > allowed.get(name, 0)]:
+            return None, f"values of {', '.join(more[:3])} are infinite or NaN"
+        self._measured.allow(found)
         self._course.continue_from(newest, everything, ())
         return state, ""
 

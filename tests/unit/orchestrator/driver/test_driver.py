@@ -92,6 +92,27 @@ def test_a_process_is_killed(world):
     assert told["replayed_steps"] == incident.step - incident.resumed_step > 0
 
 
+def test_what_comes_from_memory_is_progress_and_an_older_generation_does_not_count(world):
+    """Three deaths, and one is allowed without progress; there is no checkpoint until the end. The third generation finds nothing
+    in memory: from then on what its predecessors have left there is not asked for."""
+    world.snapshot, world.save_steps = (0, 0), 1000
+    launched = Launched(world, restart={"max_failures": 1, "backoff_initial_s": 0.0, "backoff_max_s": 0.0})
+    since = []
+
+    def kill(of, step):
+        since.append(process_of(world, 1).orders["snapshots_since"])
+        world.snapshot = of, step
+        process_of(world, 1).agent.end_process(told=True)
+
+    for at_s, of, step in ((4.0, 0, 8), (6.0, 1, 12), (8.0, 0, 14)):
+        world.at(at_s, lambda of=of, step=step: kill(of, step))
+    world.at(9.5, lambda: since.append(process_of(world, 1).orders["snapshots_since"]))
+    assert finished(launched, world) == ["process_crash"] * 3
+    told = [event["incident"] for event in launched.told() if event["ev"] == "recovered"]
+    assert [(one["source"], one["resumed_step"]) for one in told] == [("memory", 8), ("memory", 12), ("storage", 0)]
+    assert since == [0, 0, 0, 1]
+
+
 def test_an_agent_dies_and_a_spare_takes_its_place(world):
     launched = Launched(world, spares=1)
     world.at(4.0, lambda: kill_machine(world, 0))

@@ -186,6 +186,9 @@ def test_plain_incident_and_recovery(plain):
     assert plain({"ev": "recovered", "incident": INCIDENT | {"resumed_step": 100}}) == (
         "   0:00  ✓ training again at step 100 after 0.42 s; 20 steps, 5.40 s again  detect 0.02 · first step 0.40\u00a0s\n"
     )
+    for steps, words in ((120, "0 steps again"), (100, "20 steps, 5.40 s again")):
+        again = INCIDENT | {"resumed_step": steps, "replayed_steps": 120 - steps, "source": "memory"}
+        assert f" after 0.42 s; {words}, from memory  detect" in plain({"ev": "recovered", "incident": again})
     avoided = {
         "action": "shrink",
         "hosts_after": 2,
