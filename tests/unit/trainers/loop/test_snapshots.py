@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -30,8 +31,8 @@ from trainers.runtime.context import SnapshotFiles
 NO_SAVES = {"checkpoint": {"save_at_end": False}, "optimizer": FIXED, "evaluation": {"max_batches": 1}}
 
 
-@pytest.fixture
-def slots():
+@contextmanager
+def making_slots():
     made = []
 
     def make(number=2):
@@ -42,6 +43,12 @@ def slots():
     for each in made:
         each.close()
         each.theirs.close()
+
+
+@pytest.fixture
+def slots():
+    with making_slots() as make:
+        yield make
 
 
 def state(value):
@@ -225,6 +232,25 @@ def test_each_step_may_have_one_where_there_are_enough_slots(slots):
     assert pair.taken == [*range(pair.taken[0], 30)]
 
 
+def test_what_training_left_behind_is_none_and_its_slots_are_used_again(slots):
+    runtime.install(runtime.Runtime(lambda event: None))
+    files = slots()
+    made = Snapshots(1, files, state(0), {}, lambda: None)
+    made.start()
+    assert wait_until(lambda: made.newest == 0)
+    made.observe(0)
+    assert [made.begin(step, state(step), dict) for step in (1, 2, 3)] == [True, True, False]
+    made.leave_behind()
+    assert not made.awaits(1)
+    for step in (4, 5):
+        assert made.begin(step, state(step), dict)
+        assert made.awaits(step)
+        made.tell({})
+    assert wait_until(lambda: made.newest == 2)
+    (number, (step, _)), _ = newest(files, state(0))
+    assert (number, step, numbers_of(files)) == (2, 5, {1, 2})
+
+
 def test_without_room_it_is_said_once_and_no_host_takes_any(slots, events):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
@@ -288,12 +314,21 @@ def whole(tmp_path_factory):
     return made.output
 
 
-def test_a_run_goes_on_from_the_newest_and_ends_as_an_undisturbed_one(tmp_path, slots, whole):
-    first, told = slots(), []
-    die(tmp_path, told, first, 11, 2)
-    assert [event["since"] for event in of(told, "snapshots")] == [0, 0]  # it has begun; its first one is whole
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory):
+    """The storage of a run whose process has died at step 11, and what it has left: snapshots of steps 4 and 6."""
+    folder, told = tmp_path_factory.mktemp("dead"), []
+    with making_slots() as make:
+        files = make()
+        die(folder, told, files, 11, 2)
+        assert [event["since"] for event in of(told, "snapshots")] == [0, 0]  # it has begun; its first one is whole
+        yield folder, files
+
+
+def test_a_run_goes_on_from_the_newest_and_ends_as_an_undisturbed_one(dead, slots, whole):
+    folder, first = dead
     told = []
-    made = start(tmp_path, told, slots(), kept=first, generation=1)
+    made = start(folder, told, slots(), kept=first, generation=1)
     assert_equal(made.train(), whole.state)
     (restored,) = of(told, "restored")
     assert (restored["step"], restored["source"]) == (6, "memory")
@@ -302,24 +337,22 @@ def test_a_run_goes_on_from_the_newest_and_ends_as_an_undisturbed_one(tmp_path, 
     assert made.output.metrics["lineage"] == whole.metrics["lineage"]
 
 
-def test_a_second_death_before_the_first_snapshot_goes_on_from_the_same(tmp_path, slots, whole):
-    first, told = slots(), []
-    die(tmp_path, [], first, 11, 2)
-    second = slots()
-    die(tmp_path, told, second, 9, 0, kept=first, generation=1)
+def test_a_second_death_before_the_first_snapshot_goes_on_from_the_same(dead, slots, whole):
+    folder, first = dead
+    second, told = slots(), []
+    die(folder, told, second, 9, 0, kept=first, generation=1)
     assert [event["since"] for event in of(told, "snapshots")] == [0]  # those of generation 0 are still needed
     told = []
-    assert_equal(start(tmp_path, told, slots(), kept=(*first, *second), generation=2).train(), whole.state)
+    assert_equal(start(folder, told, slots(), kept=(*first, *second), generation=2).train(), whole.state)
     assert of(told, "restored")[0]["step"] == 6
 
 
-@pytest.mark.parametrize("every_steps", [1, 3])
-def test_one_at_each_step_or_at_some(tmp_path, slots, whole, every_steps):
+@pytest.mark.parametrize(("every_steps", "number"), [(1, 6), (3, 2)])
+def test_one_at_each_step_or_at_some(tmp_path, slots, whole, every_steps, number):
     first, told = slots(8), []
-    step = {1: 9, 3: 9}[every_steps]
-    die(tmp_path, [], first, 11, {1: 6, 3: 2}[every_steps], every_steps=every_steps)
+    die(tmp_path, [], first, 11, number, every_steps=every_steps)
     assert_equal(start(tmp_path, told, slots(8), kept=first, generation=1, every_steps=every_steps).train(), whole.state)
-    assert of(told, "restored")[0]["step"] == step
+    assert of(told, "restored")[0]["step"] == 9
 
 
 def damage(file):
@@ -349,10 +382,10 @@ def test_a_damaged_one_is_named_and_the_next_one_used_and_then_storage(tmp_path,
         ({"optimizer": {"name": "sgd", "learning_rate": 0.1}}, ""),
     ],
 )
-def test_what_is_of_another_course_does_not_count(tmp_path, slots, order, problem):
-    first, told = slots(), []
-    die(tmp_path, [], first, 9, 2)
-    start(tmp_path, told, slots(), kept=first, **{"generation": 1, **order, "max_num_steps": 2}).train()
+def test_what_is_of_another_course_does_not_count(dead, slots, order, problem):
+    folder, first = dead
+    told = []
+    start(folder, told, slots(), kept=first, **{"generation": 1, **order, "max_num_steps": 2}).train()
     assert of(told, "restored") == []
     if problem:
         (note,) = [event["message"] for event in of(told, "note") if "in common" in event["message"]]
@@ -382,6 +415,7 @@ def test_batches_left_out_while_it_was_copied_are_in_it(tmp_path, slots):
     assert made.output.metrics["skipped_batches"] == [5]
 
 
+@pytest.mark.slow("three longer runs")
 def test_a_rollback_leaves_what_it_has_begun_and_takes_more(tmp_path, slots):
     anomalies = {"anomalies": {"non_finite": "rollback"}, "checkpoint": {"save_steps": 2, "save_at_end": False}}
     without = trainer(tmp_path / "without", Poison(8), **{**NO_SAVES, **anomalies, "max_num_steps": 20})
