@@ -15,7 +15,7 @@ from gangway.published import of_task
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
-from trainers.config.arguments import TrainingArguments, recorded_arguments
+from trainers.config.arguments import TrainingArguments
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
@@ -26,12 +26,11 @@ from trainers.loop.agreement import Agreement, HostRequests, Limits
 from trainers.loop.beginning import Beginning
 from trainers.loop.evaluator import Evaluator, Previewer
 from trainers.loop.guard import Guard
-from trainers.loop.hooks import overrides
 from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.restore import Resume
 from trainers.loop.results import describe
 from trainers.loop.saver import DataState, Saver, TimeUsed
-from trainers.loop.snapshots import Memory, Snapshots
+from trainers.loop.snapshots import Snapshots
 from trainers.loop.train_loop import GarbageCollection, Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms
@@ -133,25 +132,16 @@ class TrainingRun:
         mesh = self.parts.mesh
         gang = {"num_hosts": jax.process_count(), "num_devices": mesh.devices.size, "mesh": dict(mesh.shape)}
         folder, abstract = self.arguments.run_folder, self.trainer.assembly.placed_state
-        files, since, memory = runtime.current().snapshot_files, runtime.current().snapshots_since, None
-        if self.arguments.snapshot.num_slots and files is not None:
-            memory = Memory(files.kept, folder, since)
+        memory = snapshots.memory_of_run(self.arguments)
         return Resume(folder, self.manager, abstract, first, gang, self.trainer.lineage, memory=memory)
 
     def _snapshots(self, shapes: TrainState) -> Snapshots | None:
-        host, trainer = runtime.current(), self.trainer
-        if host.snapshot_files is None or not (every_steps := self.arguments.snapshot.every_steps):
-            return None
-
         def prepare() -> Any:
             program = self._train_step.keeping()
             program.prepare(*self._step_arguments(shapes))
             return program
 
-        about = {"run": self.arguments.run_folder, "generation": host.generation, "host": jax.process_index()}
-        recorded = {"recorded": recorded_arguments(self.arguments)}
-        waits = overrides(trainer, "on_step_start") or overrides(trainer, "on_epoch_begin")
-        return Snapshots(every_steps, host.snapshot_files.own, shapes, {**about, **recorded}, prepare, waits=waits)
+        return snapshots.of_run(self.arguments, self.trainer, shapes, prepare)
 
     def build_loop(self, resume: Resume, step: int) -> Loop:
         """Builds the loop that goes on from `step`."""
