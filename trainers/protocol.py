@@ -216,7 +216,8 @@ class CheckpointManagerProtocol(Protocol):
     """What the loop needs of a checkpoint manager, which `BaseTrainer.build_checkpoint_manager` returns. All hosts call the same
     methods in the same order. `trainers.checkpoint.manager.CheckpointManager` describes each, and what must hold after failures.
 
-    With `checkpoint.model_every_steps` it also needs `save_model(step, state, meta, *, patient)`.
+    With `checkpoint.model_every_steps` it also needs `save_model(step, state, meta, *, patient)`, and with `snapshot.every_steps`
+    `go_on_from(step, make, allowed)`.
     """
 
     @property

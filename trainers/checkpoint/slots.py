@@ -16,7 +16,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -69,13 +69,15 @@ def num_bytes_of(table: Sequence[Part]) -> int:
     return PAGE + sum(-(-part.num_bytes // PAGE) * PAGE for part in table)
 
 
-def views_of(tree: Any, table: Sequence[Part]) -> list[np.ndarray]:
-    """Returns the arrays of the table's parts, as bytes. Waits for the device."""
+def views_of(tree: Any, table: Sequence[Part]) -> Iterator[np.ndarray]:
+    """Yields the arrays of the table's parts, as bytes. Waits for the device, which may have to send each: one after the
+    other, and none is kept."""
     found = dict[tuple[str, str], Any]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for shard in leaf.addressable_shards:
             found.setdefault((jax.tree_util.keystr(path), str(_block(shard.index, leaf.shape))), shard.data)
-    return [np.ascontiguousarray(found[part.name, str(part.block)]).reshape(-1).view(np.uint8) for part in table]
+    for part in table:
+        yield np.ascontiguousarray(found.pop((part.name, str(part.block)))).reshape(-1).view(np.uint8)
 
 
 class Writer:
@@ -97,7 +99,7 @@ class Writer:
                     mapped.madvise(MADV_POPULATE_WRITE, start, min(CHUNK_BYTES, self._size - start))
             self._maps.append(mapped)
 
-    def copy(self, slot: int, views: Sequence[np.ndarray]) -> list[int]:
+    def copy(self, slot: int, views: Iterable[np.ndarray]) -> list[int]:
         """Copies the parts; returns their digests. What was in this slot is no snapshot any more."""
         import xxhash
 

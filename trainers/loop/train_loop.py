@@ -142,7 +142,7 @@ class Loop:
             # Here, on the main thread: a user's callback must not run on the thread that saves.
             with info.showing(state):
                 self.saver.report_saved()
-            train = self._step_with_snapshot(state)
+            train = self.steps.train if self.snapshots is None else self._step_with_snapshot(state)
             state = self._begin_epochs(state)
             began_s = self.seconds.clock()
             batch = self.loader.batch(info.batch_index)
@@ -244,7 +244,8 @@ class Loop:
     def _step_with_snapshot(self, state: TrainState) -> Callable[..., StepOutput]:
         """Begins a snapshot if one is due, before the batch is drawn, as a save. Returns the program for the next step."""
         snapshots, step = self.snapshots, self.info.batch_index
-        if snapshots is None or not snapshots.begin(step, state, lambda: self.saver.data_state.of_this_host(step)):
+        assert snapshots is not None
+        if not snapshots.begin(step, state, lambda: self.saver.data_state.of_this_host(step)):
             return self.steps.train
         if self.agreement.window.completed_step == step:  # nothing is in flight: it is complete already
             self._describe_snapshot(step, state)

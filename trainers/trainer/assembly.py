@@ -340,7 +340,7 @@ class Assembly:
         """Returns the functions, whose steps may then also be called with (state, batch)."""
         train, evaluate = functions.train_step_fn, functions.eval_step_fn
         if isinstance(train, StepProgram):
-            train.by_hand = train_by_hand(step_layout, lambda: self.zeros(step_layout), self.flags().array)
+            train.by_hand = train_by_hand(step_layout, lambda: self.zeros(step_layout), lambda: self.flags().array())
         if isinstance(evaluate, StepProgram):
             counting = loss_layout.with_others(EVALUATION_COUNTS)
             evaluate.by_hand = eval_by_hand(counting, lambda: self.zeros(counting))

@@ -251,6 +251,21 @@ def test_what_training_left_behind_is_none_and_its_slots_are_used_again(slots):
     assert (number, step, numbers_of(files)) == (2, 5, {1, 2})
 
 
+def test_a_state_that_is_used_up_was_copied_before(slots):
+    runtime.install(runtime.Runtime(lambda event: None))
+    made = Snapshots(1, slots(), state(0), {}, lambda: None, waits=True)
+    made.start()
+    assert wait_until(lambda: made.newest == 0)
+    for number in range(1, 20):
+        made.observe(made.newest)
+        given = state(number)
+        assert made.begin(number, given, dict)
+        for leaf in jax.tree.leaves(given):
+            leaf.delete()
+        made.tell({})
+        assert wait_until(lambda number=number: made.newest == number)
+
+
 def test_without_room_it_is_said_once_and_no_host_takes_any(slots, events):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
