@@ -73,7 +73,7 @@ travels with the flags of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotConfig(Section):
+class SnapshotConfig(CheckedSection):
     """Copies of the state in the memory of each host, outside the process that trains: a process that dies costs at most the
     steps since the last one. They are lost with their machine."""
 
@@ -81,8 +81,8 @@ class SnapshotConfig(Section):
     """A snapshot is due at each step that is a multiple of this. null: there are none. They need the memory of two copies of a
     host's part of the state (four for a while after a restart), and for a step that of one more state on the devices."""
 
-    def __post_init__(self):
-        require_none(too_small(self, 1, "every_steps"))
+    def _problems(self) -> Iterator[str]:
+        yield from too_small(self, 1, "every_steps")
 
     @property
     def num_slots(self) -> int:
