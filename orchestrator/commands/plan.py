@@ -218,7 +218,7 @@ def _of_model(found: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("memory", f"{scaled(peak)}B of a device at the peak{of}: {parts}" if memory else None),
         (
             "  of its host",
-            f"{scaled(of_host)}B, read and written in a step (its time is not in that of a step)" if of_host else None,
+            f"{scaled(of_host)}B, {OF_HOST}" if of_host else None,
         ),
         ("remat", found.get("remat")),
         ("exchanged", f"{kinds}, by one device in a step" if kinds else None),

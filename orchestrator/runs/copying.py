@@ -24,8 +24,7 @@ from orchestrator.run_state import incident_log, lines, requests
 from orchestrator.run_state.launch import TIMELINE
 from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.run_state.stored import CHECKPOINTS, GANG, STATE, STATE_KIND
-from orchestrator.tracking import of_bucket
-from orchestrator.tracking.spool import FOLDER, SPOOL
+from orchestrator.tracking import of_bucket, spool
 from trainers.checkpoint import copied, layout, manifest
 
 READ_BYTES = 16 << 20
@@ -159,8 +158,8 @@ def _everything_else(source: Place, target: Place, report: Report) -> None:
         first, _, rest = entry.name.partition("/")
         if first in OF_A_PLACE:
             continue
-        if to_bucket and not from_bucket and first == FOLDER:
-            if rest == SPOOL:
+        if to_bucket and not from_bucket and first == spool.FOLDER:
+            if rest == spool.SPOOL:
                 _segments(source / entry.name, target, entry.size)
         elif to_bucket and not from_bucket and entry.name in LINES:
             data = source.store.get_part((source / entry.name).key, 0, entry.size) or b""
@@ -176,7 +175,7 @@ def _segments(file: Place, target: Place, size: int) -> None:
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             break
-        (target / FOLDER / of_bucket.SEGMENTS / of_bucket.name_for(0, offset)).put(whole)
+        (target / spool.FOLDER / of_bucket.SEGMENTS / of_bucket.name_for(0, offset)).put(whole)
         offset += len(whole)
 
 

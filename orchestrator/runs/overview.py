@@ -100,14 +100,14 @@ def read(run: documents.Where, now_s: float | None = None) -> Overview:
     earlier, started_s = state.get("earlier") or {}, state.get("goodput", {}).get("started_at_s")
     seconds = about.get("goodput") or seconds_of(state)
     this_s = None if started_s is None or changed_s is None else changed_s - started_s
-    steps = [number for number in (about.get("steps"), state.get("step"), state.get("checkpoint_step")) if number is not None]
+    steps = (about.get("steps"), state.get("step"), state.get("checkpoint_step"))
     return Overview(
         name=folder.name,
         folder=folder.url,
         kind=kind,
         state=words,
         launch_id=launch_id,
-        step=steps[0] if steps else None,
+        step=next((number for number in steps if number is not None), None),
         max_steps=state.get("max_steps"),
         metrics=train,
         evaluation=about.get("evaluation") or evaluation,

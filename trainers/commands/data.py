@@ -20,7 +20,6 @@ from gangway import program
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from trainers.data import view
-from trainers.text import tokenizers
 
 if TYPE_CHECKING:  # it imports JAX: the first line is there before that
     from trainers.trainer.base_trainer import BaseTrainer
@@ -79,6 +78,7 @@ def lines(
 ) -> Iterator[view.Line]:
     """Yields all that is shown. `decode` makes text of tokens; default: `decode_of`."""
     from trainers.data.loader import HasNotes
+    from trainers.text import tokenizers
 
     data, arguments = trainer.dataset_train, trainer.arguments
     names, ignore_index = arguments.data.source_names, arguments.loss.ignore_index
@@ -124,6 +124,7 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> view.Decode:
     """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer. With `specials`
     special tokens are shown, too. Raises UsageError for a task that decodes by itself."""
     from trainers.tasks.causal_lm import CausalLMTask
+    from trainers.text import tokenizers
 
     own = getattr(trainer.task, "decode", None)
     if own is None or (specials and getattr(type(trainer.task), "decode", None) is CausalLMTask.decode):

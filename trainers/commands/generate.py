@@ -27,16 +27,15 @@ from gangway import program, user_modules
 from gangway.errors import TransientError, UsageError
 from gangway.first_line import say
 from gangway.surroundings import allow_for_forced_devices
-from trainers.config.arguments import TrainingArguments
-from trainers.models.hf import vision_config
-from trainers.text import tokenizers
 
-if TYPE_CHECKING:  # they import JAX: the first line is there before that
+if TYPE_CHECKING:  # the first line is there before they are imported
     import numpy as np
 
     from trainers.checkpoint.weights import Weights
+    from trainers.config.arguments import TrainingArguments
     from trainers.data.image_prompts import ImagePrompts
     from trainers.evaluation.generation import Continuation, Generator
+    from trainers.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Opened:
     task: Any
     texts: Any
     """What encodes and decodes texts: the task, if it can."""
-    tokenizer: tokenizers.Tokenizer
+    tokenizer: Tokenizer
     window: int
     """The longest text that the model was made for, in tokens."""
     images: ImagePrompts | None
@@ -177,8 +176,10 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     from trainers.commands.saved_models import arguments_of, files_of, look
     from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
+    from trainers.models.hf import vision_config
     from trainers.tasks.causal_lm import CausalLMTask
     from trainers.tasks.image_text import ImageTextTask
+    from trainers.text import tokenizers
 
     found = look(source, step)
     arguments = arguments_of(found)
@@ -241,7 +242,7 @@ def stop_ids(opened: Opened, options: argparse.Namespace) -> tuple[int, ...]:
     return (*opened.tokenizer.stop_ids(), *(token for token in asked if token is not None))
 
 
-def _stop_id(tokenizer: tokenizers.Tokenizer, text: str) -> int | None:
+def _stop_id(tokenizer: Tokenizer, text: str) -> int | None:
     """Returns the special token that a text is; None if it has none. Raises UsageError for one with more: no continuation
     has it, for special tokens are not shown."""
     (tokens,) = tokenizer.encode_documents([text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -189,6 +190,9 @@ def _weights(work: Path, part: Part, about: dict[str, Any], dtype: str) -> bytes
 
 
 def _write(path: Path, pieces: Iterator[Any]) -> str:
+    digest = hashlib.sha256()
     with durable.replaced(path) as file:
-        file.writelines(pieces)
-    return checksum(path)
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()

@@ -103,7 +103,7 @@ class ModelDesign:
                 "8 bits, and the model of the task has none; set model.fp8 = none"
             )
         if self._trainer.dataset_train is not None:
-            layers.of_qwix()
+            layers.of_qwix()  # raises if it is not installed
 
     def forget(self) -> None:
         """Lets `configure_model` be called again."""
