@@ -11,7 +11,7 @@ from tests.faults import test_storage
 from tests.programs import troubled
 from tests.ray.jobs import run_job, settings
 from tests.ray.machines import own_ray
-from tests.strikes import Folder, Striking, step
+from tests.strikes import Folder, Striking, checkpoint
 
 WINGS = ("orchestrator/failures", "orchestrator/runs", "orchestrator/driver", "trainers/diagnostics")
 
@@ -100,7 +100,8 @@ def test_a_folder_of_checkpoints_that_is_gone(tmp_path, capsys):
         folder.process(1).kill()
 
     changes = {"driver": {"restart": {"retry_for_s": 2.0}}, "checkpoint": {"save_steps": 6}}
-    run_job(settings(tmp_path, hosts={"count": 2, "env": folder.env}, max_num_steps=20, **changes), Striking((step(7), strike)))
+    made = settings(tmp_path, hosts={"count": 2, "env": folder.env}, max_num_steps=20, **changes)
+    run_job(made, Striking((checkpoint(6), strike)))
     of_run, listed = told(capsys, tmp_path)
     for said in (of_run, listed.splitlines()[-1]):
         assert f"of this run was committed, and is not in {tmp_path}/job/checkpoints: there is no such folder" in said
@@ -109,12 +110,17 @@ def test_a_folder_of_checkpoints_that_is_gone(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_at_the_end(small_disk, tmp_path, capsys):
-    folder = Folder(tmp_path / "faults", step_s=0.05)
+    folder = Folder(tmp_path / "faults", step_s=0.5)
+
+    def strike():
+        test_storage.fill(small_disk, leave_mb=2)
+        folder.full_speed()
+
     retries = {"driver": {"restart": {"retry_for_s": 3.0}}}
-    made = settings(small_disk, hosts={"count": 2, "env": folder.env}, max_num_steps=20, checkpoint={"save_steps": 6}, **retries)
-    summary = run_job(made, Striking((step(8), lambda: test_storage.fill(small_disk, leave_mb=2))))
+    made = settings(small_disk, hosts={"count": 2, "env": folder.env}, max_num_steps=11, checkpoint={"save_steps": 6}, **retries)
+    summary = run_job(made, Striking((checkpoint(6), strike)))
     assert summary["generations"] == 1  # nothing was trained again
     for said in told(capsys, small_disk):
         assert f"no room in {small_disk}/job/checkpoints: 4.1 MiB needed" in said
-        assert "saved is step 6, and 14 steps are lost; make room, and run the same command again" in said
+        assert "saved is step 6, and 5 steps are lost; make room, and run the same command again" in said
         assert "give up: the storage did not take the state: nothing is trained again because of that" in said
