@@ -77,6 +77,10 @@ class ProcessRecord:
             case "heartbeat":
                 self.heartbeat = {**event, "generation": self.generation}
 
+    def observe_kernel_state(self, state: str | None) -> None:
+        """Records its state in the kernel, the first time that it is known."""
+        self.state = self.state or state
+
     def end(self, how: ExitStatus, log_tail: Sequence[str]) -> None:
         """Records how the process ended, and the last lines that it printed."""
         self.halted = how.by_parent

@@ -188,7 +188,7 @@ class AgentState:
             case inputs.Exited():
                 self._on_exit(event)
             case inputs.KernelState():
-                event.process.state = event.process.state or event.state
+                event.process.observe_kernel_state(event.state)
             case inputs.StacksTaken():
                 # Not those of a process of an earlier generation, which come late.
                 if self.monitor is not None and self.monitor.taking is event.process:

@@ -41,15 +41,14 @@ from orchestrator.driver.membership import Change, Membership, NoHosts
 from orchestrator.driver.poller import Poller
 from orchestrator.driver.precompile import Precompilations
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.stop_requests import StopRequests
-from orchestrator.driver.time_limit import TimeLimit
+from orchestrator.driver.states import BackingOff, Ended, Halting, Importing, Recovering, Reserving, Training
+from orchestrator.driver.stop_requests import StopRequests, TimeLimit
 from orchestrator.failures.classify import Failure, FailureKind, explain_missing_code
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
 from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state import replay
-from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
@@ -101,6 +100,12 @@ class Driver:
     def run(self) -> dict[str, Any]:
         for problem in self.launch.problems:
             self.events.note(problem, "warning")
+        try:
+            return self._run()
+        finally:
+            self.events.enter(Ended())
+
+    def _run(self) -> dict[str, Any]:
         try:
             result = self._train()
         except TimeIsUp:
@@ -181,7 +186,7 @@ class Driver:
         self._catch_up(generation)
         # After the catch-up: only the events tell how far the gang has come.
         self.events.post_incident(self.launch.adopted(now_s, generation.step))
-        self.events.enter(DriverState.TRAINING)
+        self.events.enter(Training())
         return generation
 
     def _catch_up(self, generation: Generation) -> None:
@@ -203,7 +208,7 @@ class Driver:
         return ask_hosts(gang, generation, lambda host: gang.call(host, method, *args), limits_s, self.monotonic)
 
     def _first_generation(self) -> Generation:
-        self.events.enter(DriverState.RESERVING)
+        self.events.enter(Reserving())
         name = self.launch.name_in_cluster(self.config.training.name)
         # First: what an earlier driver left holds machines that this gang needs.
         check_stop = partial(self._check_stop, "machines are being reserved")
@@ -217,7 +222,7 @@ class Driver:
         self.launch.formed(self._record(Generation(NO_GENERATION, 0, began_at_s=self.clock())))
         # The only write that the driver waits for: without it, the next driver could not find the agents at all.
         self.launch.flush(FIRST_RECORD_TIMEOUT_S)
-        self.events.enter(DriverState.IMPORTING)
+        self.events.enter(Importing())
         gang.prepare(self._preparation())
         return self._start_generation()
 
@@ -256,7 +261,7 @@ class Driver:
             raise TrainingFailed(str(error)) from error
 
     def _wait_for_machines(self, missing: str) -> None:
-        self.events.enter(DriverState.RESERVING, f"waiting for machines: {missing}")
+        self.events.enter(Reserving(), f"waiting for machines: {missing}")
 
     def _check_lease(self) -> None:
         if self.launch.lease_lost.is_set():
@@ -393,12 +398,12 @@ class Driver:
     def _wait_for_deaths(self, hosts: Sequence[int]) -> bool:
         self._check_lease()
         names = ", ".join(map(str, hosts))
-        self.events.enter(DriverState.HALTING, f"host {names}: the killed process takes long to end")
+        self.events.enter(Halting(), f"host {names}: the killed process takes long to end")
         return self.board.stop_requested() is not None
 
     def _resized(self, generation: Generation, end: Paused, findings: Findings, paused_s: float) -> Incident:
         """Returns the incident of a generation that was asked to save and stop."""
-        self.events.enter(DriverState.RECOVERING, since_s=paused_s)
+        self.events.enter(Recovering(), since_s=paused_s)
         failure = findings.failure  # normally nothing: the hosts have saved and were shutting down
         reasons = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
         incident = Incident(
@@ -429,7 +434,7 @@ class Driver:
         launch.progress.high_water_step = max(launch.progress.high_water_step, findings.last_step)
         launch.progress.trained_step = max(launch.progress.trained_step, findings.last_step)
         launch.progress.goodput.switch("detection", failed_at_s)
-        self.events.enter(DriverState.RECOVERING, since_s=detected_s)
+        self.events.enter(Recovering(), since_s=detected_s)
         incident = Incident(
             kind=failure.kind,
             host=failure.host,
@@ -467,7 +472,7 @@ class Driver:
             raise
         incident.action, incident.detail = change.action, change.detail
         incident.hosts_before, incident.hosts_after = change.before, change.after
-        self.events.enter(DriverState.RECOVERING)  # forming may have waited for machines
+        self.events.enter(Recovering())  # forming may have waited for machines
         incident.mark("decide", self.clock())
         if generation.snapshots_since is not None:
             self._snapshots_since = generation.snapshots_since
@@ -507,7 +512,7 @@ class Driver:
         )
 
     def _back_off(self, delay_s: float, message: str) -> None:
-        self.events.enter(DriverState.BACKING_OFF, message)
+        self.events.enter(BackingOff(), message)
         # A stall of this process is no back-off.
         awake_s = AwakeClock(self.monotonic)
         while (left_s := delay_s - awake_s()) > 0:
@@ -515,7 +520,7 @@ class Driver:
             # Agents that died are replaced during the back-off, not after it.
             self.membership.gang.refresh(members=True)
             self.sleep(min(0.5, left_s))
-        self.events.enter(DriverState.RECOVERING)
+        self.events.enter(Recovering())
 
     def _result(self, end: Finished | Paused) -> dict[str, Any]:
         self.launch.progress.goodput.switch("finish", self.clock())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from gangway.storage import failed_requests, usage
@@ -40,9 +41,9 @@ from gangway.wire.limits import PHASES
 from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.ray_train import Reporter
+from orchestrator.driver.states import Beginning, Saving, State, Training, follow
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.reporting.board import BoardLike
-from orchestrator.run_state.goodput import DriverState
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.progress import Progress
@@ -51,6 +52,7 @@ from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
 
 KEPT_STEP_TIMES = 100
+KEPT_STATES = 12
 SHOWN_HOSTS = 32
 """The time line has the phases and the busy seconds of so many hosts."""
 BY_HOST_EVERY_S = 10.0
@@ -94,11 +96,12 @@ class EventHandler:
         self.recorders = recorders
         self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
         self.outages = Outages(launch.progress, self.note, clock)
-        self.new_checkpoint = False
-        """Whether there is a new checkpoint since the driver last looked."""
+        self.state: State = Beginning()
+        """The present state of the driver."""
+        self._story: deque[State] = deque([self.state], KEPT_STATES)
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
-        self._state = ""
+        self._label = ""
         self._busy = HostTimes()
         self._odd: set[tuple[int, str]] = set()
         """Hosts and kinds of events that were left out."""
@@ -288,7 +291,8 @@ class EventHandler:
         # One report is enough: a checkpoint is committed by all hosts or by none.
         if host == 0:
             self.launch.saved(event["step"], event["path"])
-            self.new_checkpoint = True
+            if isinstance(self.state, Training):
+                self.state = replace(self.state, new_checkpoint=True)
             self.launch.mark("saved", event["t"], step=event["step"])
             self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
             self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
@@ -364,7 +368,8 @@ class EventHandler:
 
     def _training_again(self, generation: Generation) -> None:
         """Ends the open incident, if there is one: the gang has completed its first step."""
-        self.enter(DriverState.TRAINING)
+        if not isinstance(self.state, Saving):  # it was asked to save before its first step
+            self.enter(Training())
         incident = self.launch.progress.open_incident()
         if incident is None:
             return
@@ -379,15 +384,26 @@ class EventHandler:
         self.launch.update(incident)
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
-    def enter(self, state: DriverState, message: str | None = None, *, since_s: float | None = None) -> None:
-        """The driver is in another state, since now or `since_s`: the one place where that is recorded, counted and shown."""
+    def take_new_checkpoint(self) -> bool:
+        """Returns whether a checkpoint was committed since this was last asked, while the gang trained."""
+        if not isinstance(self.state, Training) or not self.state.new_checkpoint:
+            return False
+        self.state = replace(self.state, new_checkpoint=False)
+        return True
+
+    def enter(self, state: State, message: str | None = None, *, since_s: float | None = None) -> None:
+        """The driver is in another state, since now or `since_s`: the one place where that is recorded, counted and shown.
+        Raises IllegalTransition."""
+        self.state = follow(self._story, state)
+        self._story.append(state)
         if state.category is not None:
             self.launch.progress.goodput.switch(state.category, self.clock() if since_s is None else since_s)
-        self._show(state.label, message)
+        if state.label:
+            self._show(state.label, message)
 
     def _show(self, label: str, message: str | None = None) -> None:
-        if label != self._state:
-            self._state = label
+        if label != self._label:
+            self._label = label
             self.launch.mark("state", state=label)
             self.exported.state(label, self.clock())
         status: Status = {"ev": "status", "state": label}

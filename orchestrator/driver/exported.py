@@ -8,14 +8,15 @@ from collections.abc import Mapping
 
 from gangway.wire.events import Heartbeat
 from gangway.wire.limits import PHASES
-from orchestrator.run_state.goodput import DriverState, share
+from orchestrator.driver.states import FOLLOWERS
+from orchestrator.run_state.goodput import share
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking import prometheus
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 
 EVERY_S = 1.0
-STATES = tuple(dict.fromkeys((*(state.label for state in DriverState), *(phase.label for phase in PHASES.values()))))
+STATES = tuple(dict.fromkeys((*(state.label for state in FOLLOWERS if state.label), *(phase.label for phase in PHASES.values()))))
 NOT_KEPT = "earlier"
 """The kind of the incidents that are counted and no longer known."""
 

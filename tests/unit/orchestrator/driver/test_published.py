@@ -6,9 +6,10 @@ import pytest
 
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
+from orchestrator.driver.states import Recovering, Training
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.reporting.board import Board
-from orchestrator.run_state.goodput import DriverState, Goodput
+from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics.host_usage import CPU, MEMORY
@@ -82,7 +83,8 @@ def test_prometheus_gets_what_is_published_the_state_and_each_host(handler):
     handler.start(generation)
     beat(handler, generation, 1, **{MEMORY: 4.0})
     tell(handler, generation, 0, "metrics", step=1, metrics={"loss": 2.0})
-    handler.enter(DriverState.RECOVERING)
+    handler.enter(Training())
+    handler.enter(Recovering())
     told = handler.told
     assert (told["gangway_loss",], told["gangway_hosts",], told["gangway_host_memory_bytes", "1"]) == (2.0, 2, 4.0)
     assert (told["gangway_state", "recovering"], told["gangway_state", "training"]) == (1.0, 0.0)
