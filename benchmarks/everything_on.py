@@ -25,7 +25,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.settings import read
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 PUBLISH_EVERY_STEPS = 10
 NEVER = 1_000_000
@@ -98,7 +98,7 @@ class Kind:
         self._install()
         self.state = self.trainer.train()
         self._install()  # anew: this one was asked to stop
-        assemble(self.trainer)
+        build(self.trainer)
 
     def round(self, steps: int) -> float:
         """Tokens per second."""

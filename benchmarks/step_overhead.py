@@ -24,7 +24,7 @@ from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.loop.inflight import Flags
 from trainers.loop.saver import TimeUsed
 from trainers.settings import read
-from trainers.trainer.assembly import assemble
+from trainers.trainer import build as parts_of
 from trainers.trainer.beginnings import beginning
 from trainers.trainer.training_run import TrainingRun
 
@@ -42,7 +42,7 @@ def main() -> None:
         trainer = build(options.config, storage)
         state = trainer.train()  # compiles; the rounds below go on from its state
         runtime.install(runtime.Runtime(lambda event: None))
-        assemble(trainer)
+        parts_of.build(trainer)
         ratios = []
         for number in range(options.rounds):
             state, bare = bare_loop(trainer, state, options.steps)
@@ -73,7 +73,7 @@ class StopAfterWarmUp(Callback):
 def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     """Everything the loop does: reading, requests, publishing every few steps."""
     first = int(state.batch_index)
-    run = TrainingRun(trainer, assemble(trainer), TimeUsed())
+    run = TrainingRun(trainer, parts_of.build(trainer), TimeUsed())
     loop = run.build_loop(run.build_resume(beginning(trainer, state=state)), first)
     requests = loop.agreement.requests
     requests.limits = dataclasses.replace(requests.limits, max_steps=first + steps)
@@ -87,8 +87,8 @@ def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
 def bare_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     program = trainer.functions.train_step_fn.compiled
     batches = [trainer.dataloaders.dataloader_train.batch(k) for k in range(4)]
-    parts = assemble(trainer)
-    metric_sums, flags = trainer.assembly.zeros(parts.steps.step_layout), Flags(parts.mesh).array()
+    parts = parts_of.build(trainer)
+    metric_sums, flags = parts.placement.zeros(parts.steps.step_layout), Flags(parts.placement.mesh).array()
     jax.block_until_ready(batches)
     start = time.perf_counter()
     for k in range(steps):

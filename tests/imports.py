@@ -21,6 +21,16 @@ def imports(path: Path, *, only_at_import: bool = False) -> tuple[tuple[str, int
     return tuple(imported_by(_run_at_import(tree) if only_at_import else ast.walk(tree), path))
 
 
+def imports_for_types(path: Path) -> set[tuple[str, int]]:
+    """(module, line) of the imports that only a type checker does."""
+    blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If) and _is_for_types(node)]
+    return {found for block in blocks for found in imported_by(ast.walk(block), path)}
+
+
+def _is_for_types(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
 def imported_by(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, int]]:
     """(module, line) of every import among the nodes of a file."""
     for node in nodes:
@@ -43,7 +53,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(child, ast.If) and _is_for_types(child):
             continue
         yield child
         yield from _run_at_import(child)

@@ -77,7 +77,7 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str], called: Collection[
     _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
 
 
-def check_hooks(trainer: Any, uses: Mapping[str, tuple[bool, str]]) -> None:
+def check_hooks(trainer: object, uses: Mapping[str, tuple[bool, str]]) -> None:
     """Raises UsageError if an override was set on the object, where it is not looked for; and for hooks that a class of the user
     overrides, and that are not called as the run is set up: `uses` has, by name, whether a hook is called, and else what
     to do."""

@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from gangway.errors import code_missing, kind_of, user_frame, user_traceback
 from gangway.storage import failed_requests, usage
@@ -42,6 +42,9 @@ from trainers import runtime
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import load_attempts
 from trainers.runtime.context import SnapshotFiles
+
+if TYPE_CHECKING:  # it imports JAX, and a preparation says first whether it may be imported
+    from trainers.protocol import TrainerProtocol
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -109,7 +112,7 @@ class Prepared:
     trainer_class: type
     arguments: TrainingArguments
     datasets: tuple[Any, Any]
-    trainer: Any | None
+    trainer: TrainerProtocol | None
     """Built ahead only if its class has `prepare`, which means that building it touches no device."""
 
 
@@ -296,7 +299,7 @@ def leave() -> None:
     distributed.leave()
 
 
-def result(trainer: Any) -> Result:
+def result(trainer: object) -> Result:
     from gangway.stop_reason import StopReason
     from trainers.runtime.context import plain
 

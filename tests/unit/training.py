@@ -10,7 +10,7 @@ from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.config.arguments import TrainingArguments, from_dict
-from trainers.trainer.assembly import Assembly
+from trainers.trainer.placement import Placement
 
 FIXED = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 12}}
 
@@ -53,7 +53,7 @@ class OneDevice(BaseTrainer):
         from trainers.parallel.mesh import make_mesh
 
         super().__init__(*args, **kwargs)
-        self.assembly = Assembly(self, make_mesh(self.arguments.mesh, jax.devices()[:1]))
+        self.placement = Placement(self.arguments, self.design, make_mesh(self.arguments.mesh, jax.devices()[:1]))
 
 
 class StopAt(Callback):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from gangway.errors import UsageError
 from trainers.checkpoint import layout
@@ -68,10 +68,10 @@ class Callback:
     ends training with that error.
     """
 
-    def __init__(self, trainer: Any = None):
+    def __init__(self, trainer: object = None):
         """`trainer`: kept for the methods, for those who want it. A subclass need not call this. During training it has the
         arguments, the model and the loaders; the live parameters are in `RunInfo.params`."""
-        self.trainer = trainer
+        self.trainer = cast(Any, trainer)
 
     def on_train_begin(self, state: RunInfo, **kwargs: Any) -> None: ...
 

@@ -31,7 +31,7 @@ from trainers.checkpoint.savers import ModelSaver, StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
 from trainers.checkpoint.validate import num_bytes_of
-from trainers.config.arguments import TrainingArguments
+from trainers.config import CheckpointConfig, ScoreConfig
 from trainers.runtime import multihost
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
@@ -265,9 +265,15 @@ class _AsSaved:
 
 
 def manager_of(
-    arguments: TrainingArguments, run_folder: str, mesh: Mesh, programs: ProgramStore, on_saved: Callable[[int, str], None]
+    run_folder: str,
+    config: CheckpointConfig,
+    score: ScoreConfig | None,
+    mesh: Mesh,
+    programs: ProgramStore,
+    on_saved: Callable[[int, str], None],
 ) -> CheckpointManager:
-    """Returns the manager of the folder `checkpoints`. `on_saved` is called on the thread that saves."""
+    """Returns the manager of the folder `checkpoints`. `score`: what decides which checkpoints are the best. `on_saved` is called
+    on the thread that saves."""
     host = runtime.current()
 
     def saved(step: int, path: str) -> None:
@@ -276,7 +282,7 @@ def manager_of(
 
     manager = CheckpointManager(
         f"{run_folder}/checkpoints",
-        Retention.of(arguments.checkpoint, arguments.evaluation.score),
+        Retention.of(config, score),
         mesh,
         programs,
         on_saved=saved,
@@ -284,7 +290,7 @@ def manager_of(
         note=host.note,
         ordered_step=host.committed_step,
         term=WriterTerm(host.driver_term, host.generation),
-        storage_patience_s=arguments.checkpoint.storage_patience_s,
+        storage_patience_s=config.storage_patience_s,
     )
     host.follow_driver(manager.follow_driver)
     return manager

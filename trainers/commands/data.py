@@ -117,7 +117,7 @@ def first_rows(trainer: BaseTrainer, num_rows: int) -> view.Batch:
     num_rows = getattr(data, "available", lambda stop: stop)(num_rows)
     if not num_rows:
         raise UsageError("the training data has no examples: give it some")
-    return trainer.assembly.batching.rows_of(data, range(num_rows))
+    return trainer.batching.rows_of(data, range(num_rows))
 
 
 def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> view.Decode:

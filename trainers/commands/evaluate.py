@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gangway import program, user_modules
 from gangway.errors import TransientError, UsageError
@@ -32,6 +32,9 @@ from trainers.commands.built import base_trainer
 from trainers.commands.saved_models import recorded_with, with_model_of, without_adapters
 from trainers.config.arguments import TrainingArguments
 from trainers.settings import read
+
+if TYPE_CHECKING:  # it imports JAX
+    from trainers.trainer.base_trainer import BaseTrainer
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,14 @@ def build(arguments: TrainingArguments) -> Any:
     return base_trainer(arguments, "loads checkpoints")
 
 
-def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator[Result]:
+def evaluate(trainer: BaseTrainer, checkpoint: str, unit: str | None = None) -> Iterator[Result]:
     """Yields the results of one checkpoint: those of all units, or of one."""
     from trainers.evaluation.validation import DEFAULT_UNIT
-    from trainers.trainer.assembly import assemble
     from trainers.trainer.beginnings import saved_state
+    from trainers.trainer.build import build
 
     path, state, step = saved_state(trainer, checkpoint)
-    units = assemble(trainer).units
+    units = build(trainer).units
     # A trainer that overrides `evaluate` may have no units.
     first, *others = tuple(units) or (DEFAULT_UNIT,)
     for name in (first, *others) if unit is None else (unit,):

@@ -155,7 +155,7 @@ def settings_yaml(arguments: TrainingArguments) -> str:
     return "# All settings, as they were resolved:\n" + yaml_source.to_text(settings)
 
 
-def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
+def header(arguments: TrainingArguments, trainer: object) -> dict[str, Any]:
     """Returns the event of what will run. Of a trainer that only implements the protocol little is known."""
     import jax
 
@@ -166,7 +166,7 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
     if isinstance(trainer, BaseTrainer):
         trainer.prepare()
         each = trainer.task.tokens_per_example
-        known["parameters"] = trainer.assembly.design.num_parameters
+        known["parameters"] = trainer.design.num_parameters
         known["tokens_per_step"] = arguments.global_batch_size * each
         known["unit"] = "examples" if each == 1 else "tokens"
     return about | known

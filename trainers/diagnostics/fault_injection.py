@@ -41,7 +41,7 @@ UNCORRECTABLE = (
 )
 
 
-def install(trainer: Any) -> None:
+def install(trainer: object) -> None:
     """Makes `trainer` follow the orders in the folder. Called when the process has joined its generation.
 
     A trainer that takes no callbacks can only be killed from outside; it is listed among the members all the same.

@@ -1,22 +1,16 @@
-"""The score of an evaluation: one number, the best so far, and whether to stop early; and which metrics the evaluations of a
-trainer will publish, found by tracing the loss, without a device."""
+"""The score of an evaluation: one number, the best so far, and whether to stop early."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
 
-from gangway.config.section import did_you_mean
 from gangway.errors import UsageError
-from trainers.config import ScoreConfig, UnitConfig
-from trainers.evaluation import outputs
-from trainers.evaluation.exact_match import task_of_unit
-from trainers.evaluation.validation import DEFAULT_UNIT
-from trainers.metrics.publisher import with_perplexity
+from trainers.config import ScoreConfig
 from trainers.runtime import multihost
 
 COMBINE: Mapping[str, Callable[[list[float]], float]] = {
@@ -106,85 +100,3 @@ class ScoreKeeper:
         if self.early_stopper is None:
             return False
         return multihost.from_host0("early stop", bool(self.early_stopper(step, score)) if jax.process_index() == 0 else None)
-
-
-MAKE_METRICS = (
-    "evaluate",
-    "eval",
-    "calculate_metrics",
-    "on_evaluation_end",
-    "build_validation_units",
-    "configure_dataloaders",
-    "configure_functions",
-    "configure_model",
-)
-"""Methods of a trainer that may add metrics to those of its loss: with one of them any name will do."""
-
-
-def check_when_built(trainer: Any) -> None:
-    """Does what `check` does, if the names can be known now. Errors of the model or the data come where they are used."""
-    if trainer.arguments.evaluation.score is None or _may_add(trainer) or not _is_ours(type(trainer).__init__):
-        return
-    design = trainer.assembly.design
-    try:
-        design.configure()
-        _ = design.loss_layout
-    except Exception:  # whatever the user's model raises, is raised again, and reported, when training begins
-        design.forget()
-        return
-    check(trainer)
-
-
-def check(trainer: Any) -> None:
-    """Raises UsageError for metrics of the score that no evaluation will have. After `configure_model`."""
-    score = trainer.arguments.evaluation.score
-    if score is None or trainer.assembly.design.traced_layout is None or _may_add(trainer):
-        return
-    known: list[str] = []
-    free: list[str] = []  # the beginnings of names: another task has metrics of its own
-    for name, unit in units_of(trainer).items():
-        found = of_loss(trainer, unit)
-        try:
-            names, is_known = [*found, *of_outputs(trainer, name, unit, found)], unit.task is None and unit.exact_match is None
-        except Exception:  # of the user's metrics, reported where they are used
-            names, is_known = found, False
-        known += [f"{name}_{metric}" for metric in names]
-        free += [] if is_known else [f"{name}_"]
-    if problems := list(_unknown(score.metrics, known, tuple(free))):
-        raise UsageError("\n".join(problems))
-
-
-def units_of(trainer: Any) -> Mapping[str, UnitConfig]:
-    return trainer.arguments.evaluation.units or {DEFAULT_UNIT: UnitConfig()}
-
-
-def of_loss(trainer: Any, unit: UnitConfig) -> list[str]:
-    """Returns the names of the metrics of a unit's loss; none if they are not known."""
-    if trainer.assembly.design.traced_layout is None or unit.task is not None or unit.exact_match is not None:
-        return []
-    layout = trainer.assembly.design.loss_layout
-    return [*with_perplexity(dict.fromkeys(layout.names, 0.0), layout)]
-
-
-def of_outputs(trainer: Any, name: str, unit: UnitConfig, taken: Sequence[str]) -> Sequence[str]:
-    """Returns the names of the metrics of a unit's predictions. Raises UsageError if they cannot be computed."""
-    metrics = trainer.build_evaluation_metrics(name)
-    if metrics is None:
-        return ()
-    outputs.check(name, metrics, task_of_unit(unit, trainer.arguments) or trainer.task, taken)
-    return metrics.names
-
-
-def _unknown(metrics: Sequence[str], known: Sequence[str], free: tuple[str, ...]) -> Iterator[str]:
-    for metric in metrics:
-        if metric not in known and not metric.startswith(free):
-            expected = f"expected a metric of an evaluation: {', '.join(known)}"
-            yield f"evaluation.score.metrics: {metric!r}: {expected}{did_you_mean(metric, known)}"
-
-
-def _may_add(trainer: Any) -> bool:
-    return not all(_is_ours(getattr(type(trainer), name)) for name in MAKE_METRICS)
-
-
-def _is_ours(method: Any) -> bool:
-    return getattr(method, "__module__", "").partition(".")[0] == __name__.partition(".")[0]

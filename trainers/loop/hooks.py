@@ -28,7 +28,7 @@ class Hooks(Protocol):
     def on_evaluation_end(self, state: TrainState, metrics: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]: ...
 
 
-def overrides(trainer: Any, name: str) -> bool:
+def overrides(trainer: object, name: str) -> bool:
     """Whether the class of a trainer replaces a method or a property that has a default."""
     owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
     return HAS_DEFAULTS not in vars(owner)

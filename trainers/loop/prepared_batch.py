@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
 from gangway.errors import DataError, UsageError
 from trainers import runtime
 from trainers.parallel import mesh as meshes
-from trainers.protocol import METRIC, Batch, TrainerConfigureModelOutput
+from trainers.protocol import METRIC, Batch
 from trainers.runtime import distributed
+from trainers.step.state import TrainState
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 REQUIRED = ("weight", "sample_id")
 
 
 class PreparedBatches:
-    """Calls the hook of `trainer`, and gives what it returns the sharding of batches. All hosts must call it alike."""
+    """Calls `hook`, a `prepare_batch`, and gives what it returns the sharding of batches. All hosts must call it alike."""
 
-    def __init__(self, trainer: Any, mesh: Mesh):
-        self.trainer, self.sharding = trainer, meshes.micro_batches(mesh)
+    def __init__(self, hook: Callable[..., Any], mesh: Mesh):
+        self._hook, self.sharding = hook, meshes.micro_batches(mesh)
         self._called: set[bool] = set()
 
     def __call__(self, state: Any, batch: Batch, *, training: bool) -> Batch:
-        call = functools.partial(self.trainer.prepare_batch, state, dict(batch), training=training)
+        call = functools.partial(self._hook, state, dict(batch), training=training)
         if training in self._called:
             returned = call()
         else:
@@ -86,22 +85,16 @@ def _check_rows(returned: Mapping[str, Any], rows: tuple[int, ...]) -> None:
         )
 
 
-def traced_shapes(trainer: Any, model: TrainerConfigureModelOutput, shapes: Shapes) -> Shapes:
-    """Returns the shapes of what `prepare_batch` makes of a batch of `shapes`. Touches no device. Raises UsageError if the hook
-    cannot be traced."""
-    # A copy: whatever the hook keeps on the trainer while it is traced (a teacher, made at its first use) is no real array.
-    trial = copy.copy(trainer)
-    # With axes of size 1: a standby, or a plan, does not know the devices, and no shape depends on their number.
-    axes = tuple(field.name for field in dataclasses.fields(trainer.arguments.mesh))
-    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-    trial.assembly = trainer.assembly.around(trial, mesh, model)
+def traced_shapes(hook: Callable[[Any, Any], Any], state: TrainState, shapes: Shapes) -> Shapes:
+    """Returns the shapes of what `hook`, a `prepare_batch`, makes of a batch of `shapes`. `state`: the shapes of a state. Touches
+    no device. Raises UsageError if the hook cannot be traced."""
     touched_before = distributed.devices_touched()
 
     def traced(state: Any, batch: Any) -> Mapping[str, Any]:
-        return checked(trial.prepare_batch(state, batch, training=True), batch)
+        return checked(hook(state, batch), batch)
 
     try:
-        prepared = jax.eval_shape(traced, model.state, dict(shapes))
+        prepared = jax.eval_shape(traced, state, dict(shapes))
     except DataError:
         raise
     except Exception as error:

@@ -19,7 +19,6 @@ from gangway.stop_reason import StopReason
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint.weights import META
-from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
 from trainers.loop.metrics_reporter import MetricsReporter
@@ -163,7 +162,9 @@ class Saver:
     """All hosts must call its methods alike."""
 
     manager: CheckpointManagerProtocol
-    arguments: TrainingArguments
+    seed: int
+    recorded: Mapping[str, Any]
+    """The settings, as a checkpoint records them (`trainers.config.arguments.recorded_arguments`)."""
     info: RunInfo
     lineage: Lineage
     reporter: MetricsReporter
@@ -264,7 +265,7 @@ class Saver:
 
     def meta(self, batch_index: int) -> dict[str, Any]:
         """Returns the JSON that a checkpoint carries beside the state; `restore` reads it back."""
-        return {**self.so_far(batch_index), **recorded_arguments(self.arguments)}
+        return {**self.so_far(batch_index), **self.recorded}
 
     def of_snapshot(self, batch_index: int) -> dict[str, Any]:
         """Returns what a snapshot carries beside the state, but for the data and what never changes."""
@@ -274,7 +275,7 @@ class Saver:
         """Returns the part of it that changes in the course of a run."""
         return {
             "batch_index": batch_index,
-            "seed": self.arguments.seed,
+            "seed": self.seed,
             **self.lineage.meta(batch_index),
             "metrics": self.reporter.latest,
             **self.evaluator.meta(),

@@ -26,7 +26,7 @@ from gangway.errors import UsageError
 from trainers import runtime
 from trainers.checkpoint.restorer import Accept, Restored
 from trainers.checkpoint.slots import Refused, Snapshot, Writer, num_bytes_of, table_of, views_of
-from trainers.config.arguments import TrainingArguments, recorded_arguments
+from trainers.config import SnapshotConfig
 from trainers.loop.hooks import Hooks, overrides
 from trainers.loop.saver import KEY
 from trainers.metrics.host_usage import bytes_available
@@ -242,9 +242,9 @@ class Memory:
         return None
 
 
-def check(arguments: TrainingArguments, train_step: Any, manager: Any, shapes: TrainState) -> None:
+def check(config: SnapshotConfig, train_step: Any, manager: Any, shapes: TrainState) -> None:
     """Raises UsageError if there can be no snapshots here."""
-    named = f"snapshot.every_steps = {arguments.snapshot.every_steps}"
+    named = f"snapshot.every_steps = {config.every_steps}"
     if runtime.current().snapshot_files is None:
         raise UsageError(f"{named}: no agent keeps them when this process ends; leave it out, or launch the run (gangway run)")
     if getattr(train_step, "keeping", None) is None:
@@ -261,20 +261,27 @@ def check(arguments: TrainingArguments, train_step: Any, manager: Any, shapes: T
         )
 
 
-def of_run(arguments: TrainingArguments, hooks: Hooks, shapes: TrainState, prepare: Callable[[], Program]) -> Snapshots | None:
-    """Returns what takes the snapshots of a run; None: it has none. `prepare`: as of Snapshots."""
-    host, every_steps = runtime.current(), arguments.snapshot.every_steps
+def of_run(
+    run_folder: str,
+    config: SnapshotConfig,
+    recorded: Mapping[str, Any],
+    hooks: Hooks,
+    shapes: TrainState,
+    prepare: Callable[[], Program],
+) -> Snapshots | None:
+    """Returns what takes the snapshots of a run; None: it has none. `recorded`: its settings, as a checkpoint has them.
+    `prepare`: as of Snapshots."""
+    host, every_steps = runtime.current(), config.every_steps
     if host.snapshot_files is None or every_steps is None:
         return None
-    about = {"run": arguments.run_folder, "generation": host.generation, "host": jax.process_index()}
+    about = {"run": run_folder, "generation": host.generation, "host": jax.process_index()}
     waits = overrides(hooks, "on_step_start") or overrides(hooks, "on_epoch_begin")
-    recorded = recorded_arguments(arguments)
     return Snapshots(every_steps, host.snapshot_files.own, shapes, {**about, "recorded": recorded}, prepare, waits=waits)
 
 
-def memory_of_run(arguments: TrainingArguments) -> Memory | None:
+def memory_of_run(run_folder: str, config: SnapshotConfig) -> Memory | None:
     """Returns what earlier processes have left; None: the run has no snapshots."""
     host = runtime.current()
-    if host.snapshot_files is None or arguments.snapshot.every_steps is None:
+    if host.snapshot_files is None or config.every_steps is None:
         return None
-    return Memory(host.snapshot_files.kept, arguments.run_folder, host.snapshots_since)
+    return Memory(host.snapshot_files.kept, run_folder, host.snapshots_since)

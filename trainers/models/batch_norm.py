@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainers.models.layers import as_subclass
+
 
 class Rows:
     """Which rows of the batch count. Hashed by identity: the graph of a module has it, and no program that was traced for another
@@ -42,12 +44,13 @@ class BatchNorm(OfRows, nnx.BatchNorm):
 
 
 def with_masks(model: Any) -> Any:
-    """Makes each `nnx.BatchNorm` in the model one that knows the rows. Returns the model."""
-    for _, module in nnx.iter_graph(model):
+    """Returns the model in which each `nnx.BatchNorm` knows the rows."""
+
+    def masked(path: Any, node: Any) -> Any:
         # Not those of a user's subclass: what it does in its call is not known.
-        if type(module) is nnx.BatchNorm:
-            module.__class__ = BatchNorm
-    return model
+        return as_subclass(node, BatchNorm) if type(node) is nnx.BatchNorm else node
+
+    return nnx.recursive_map(masked, model)
 
 
 def tell_rows(model: Any, weight: jax.Array) -> None:

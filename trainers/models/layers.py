@@ -87,6 +87,13 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 """The product of x [..., D] and a matrix [D, E]: [..., E]."""
 
 
+def as_subclass(module: Any, cls: type[nnx.Module]) -> Any:
+    """Returns a module of `cls`, a subclass of the module's own class, with the attributes of `module`."""
+    made = object.__new__(cls)
+    vars(made).update(vars(module))
+    return made
+
+
 def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x @ weight
 

@@ -22,7 +22,7 @@ from flax import nnx
 from gangway.config.section import did_you_mean
 from gangway.errors import UsageError
 from trainers.config import LoraConfig
-from trainers.models.layers import Layers
+from trainers.models.layers import Layers, as_subclass
 from trainers.parallel import sequence
 
 A, B = "_lora_a", "_lora_b"
@@ -85,9 +85,11 @@ def adapt(model: Any, config: LoraConfig, key_of: KeyOf) -> Any:
         if config.dropout:
             module.deterministic = True  # `train()` and `eval()` set it
             module.lora_stream = nnx.Rngs(dropout=key_of("lora/dropout"))["dropout"].fork()
-        if isinstance(module, nnx.Linear):
-            module.__class__ = LoraLinear
-    return model
+
+    def adapted(path: Any, node: Any) -> Any:
+        return as_subclass(node, LoraLinear) if type(node) is nnx.Linear and hasattr(node, "lora") else node
+
+    return nnx.recursive_map(adapted, model)
 
 
 def linear_weights(model: Any) -> Iterator[Linear]:

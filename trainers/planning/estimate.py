@@ -47,7 +47,6 @@ from trainers.data import identity
 from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
 from trainers.diagnostics import memory
-from trainers.evaluation import score
 from trainers.evaluation.exact_match import questions
 from trainers.evaluation.validation import lacks_data
 from trainers.loop import start_from
@@ -63,6 +62,7 @@ from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.text import tokenizers
+from trainers.trainer import metric_names
 from trainers.trainer.base_trainer import BaseTrainer
 
 
@@ -238,12 +238,12 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
         return None
     path, meta = found
     try:
-        check_same_model(meta, trainer.assembly.design.state, str(path))
+        check_same_model(meta, trainer.design.state, str(path))
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     told = list[str]()
     # Without data there is nothing to compare, and what is wrong with it is known.
-    if trainer.dataset_train is not None and (problem := trainer.assembly.batching.identity.problem(meta, told.append)[0]):
+    if trainer.dataset_train is not None and (problem := trainer.batching.identity.problem(meta, told.append)[0]):
         raise UsageError(problem)
     changed = going_on.changes(meta, trainer.arguments, num_devices)
     return {"step": meta["batch_index"], "notes": [*going_on.notes(meta["batch_index"], changed), *told]}
@@ -263,7 +263,7 @@ def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
 
     def check() -> None:
         path, meta = start_from.found(source)
-        check_same_model(meta, trainer.assembly.design.state, str(path))
+        check_same_model(meta, trainer.design.state, str(path))
 
     seen_from_here(start_from.KEY, source, check, doubts)
 
@@ -271,12 +271,12 @@ def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
 def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     """Returns what `init_from` gives, in one line; None if it is not used, or cannot be seen from here, which is added to
     `doubts`. Raises UsageError if it does not fit the model."""
-    config, state = trainer.arguments.init_from, trainer.assembly.design.state
+    config, state = trainer.arguments.init_from, trainer.design.state
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
     if config is None or has_begun(trainer):
         return None
     arrays = arrays_of_model(state.params, state.model_state)
-    return looked_at("init_from", config, arrays, doubts, trainer.assembly.design.adapted)
+    return looked_at("init_from", config, arrays, doubts, trainer.design.adapted)
 
 
 def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
@@ -284,15 +284,15 @@ def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
     all that do not fit their models, or are not those that the run has been trained with."""
     problems: list[str] = []
     read = {}
-    for name, model in trainer.assembly.design.frozen_models.items():
+    for name, model in trainer.design.frozen_models.items():
         config = InitConfig(path=model.path)
         read[name] = attempt(problems, model.asked_by, functools.partial(looked_at, model.asked_by, config, model.shapes, doubts))
     found = going_on.newest(trainer.arguments.run_folder)
     for name, before in ((found[1].get(META) or {}) if found else {}).items():
-        if read.get(name) and before["path"] != (path := trainer.assembly.design.frozen_models[name].path):
+        if read.get(name) and before["path"] != (path := trainer.design.frozen_models[name].path):
             there = weights.find(path)
             now = {"path": path, "checkpoint": str(there), "digest": weights.open_model(there).digest()}
-            asked_by = trainer.assembly.design.frozen_models[name].asked_by
+            asked_by = trainer.design.frozen_models[name].asked_by
             attempt(problems, asked_by, functools.partial(check_same, asked_by, before, now))
     if problems:
         raise UsageError("\n".join(problems))
@@ -336,8 +336,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     parts, state = trainer.configure_model()
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
-        rows = trainer.assembly.batching.shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
-        check_loss(trainer.assembly.design.loss_of(parts), state, rows, shapes_of(trainer.assembly.design.frozen_models))
+        rows = trainer.batching.shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
+        check_loss(trainer.design.loss_of(parts), state, rows, shapes_of(trainer.design.frozen_models))
         check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
@@ -345,21 +345,21 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "tokens_per_example": task.tokens_per_example,
-        "flops_per_step": trainer.assembly.design.flops_per_token(task, parameters) * tokens_per_step,
+        "flops_per_step": trainer.design.flops_per_token(task, parameters) * tokens_per_step,
         "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
     }
     if isinstance(task, CausalLMTask) and type(task).build_model is CausalLMTask.build_model:
         facts["num_layers"] = arguments.model.num_layers
         facts |= expert_facts(arguments, parameters, num_devices)
-    if frozen := trainer.assembly.design.frozen_models:
+    if frozen := trainer.design.frozen_models:
         facts["frozen_parameters"] = {name: num_parameters(model.shapes) for name, model in frozen.items()}
     if padded := arguments.padded_rows_per_step(num_devices):
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.
     if not overrides(trainer, "configure_model"):
-        axes, sizes = (trainer.assembly.design.axes, trainer.assembly.design.state_axes), arguments.check_devices(num_devices)
-        trainer.assembly.design.check_mesh(sizes)
-        facts["left_whole"] = trainer.assembly.design.left_whole(sizes)
+        axes, sizes = (trainer.design.axes, trainer.design.state_axes), arguments.check_devices(num_devices)
+        trainer.design.check_mesh(sizes)
+        facts["left_whole"] = trainer.design.left_whole(sizes)
         whole = state_bytes_per_device(state, axes, sizes)
         # Moments alone are in the opt_state that is offloaded, divided as their parameters are.
         offloaded = state_bytes_per_device(state, axes, sizes, offloaded=True) if arguments.optimizer.offload == "host" else 0
@@ -447,10 +447,10 @@ def check(problems: list[str], arguments: TrainingArguments, *, has_held_out: bo
 def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
     """Adds to `problems` what is wrong with the metrics of validation units: with those of predictions, and with the score. After
     `configure_model`."""
-    for name, unit in score.units_of(trainer).items():
-        of_loss = score.of_loss(trainer, unit)
-        attempt(problems, f"evaluation.units.{name}", functools.partial(score.of_outputs, trainer, name, unit, of_loss))
-    attempt(problems, "evaluation.score", functools.partial(score.check, trainer))
+    for name, unit in metric_names.units_of(trainer).items():
+        of_loss = metric_names.of_loss(trainer, unit)
+        attempt(problems, f"evaluation.units.{name}", functools.partial(metric_names.of_outputs, trainer, name, unit, of_loss))
+    attempt(problems, "evaluation.score", functools.partial(metric_names.check_score, trainer))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def checks(trainer: BaseTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def unit_collated(trainer: BaseTrainer, name: str) -> Any:
     """Collates the first rows of a validation unit that has data of its own."""
-    dataset = trainer.assembly.validation.datasets.get(name)
+    dataset = trainer.batching.datasets_of_units.get(name)
     return None if dataset is None else collated(trainer, dataset, len(dataset))
 
 
@@ -55,8 +55,8 @@ def collated(trainer: BaseTrainer, dataset: RandomAccess, num_examples: int | No
         indices = range(available(len(indices)))
     if not indices:
         raise DataError(f"the data ({type(dataset).__name__}) has no examples: give it some")
-    batch = trainer.assembly.batching.rows_of(dataset, indices)
-    rows, alone = forms(batch), forms(trainer.assembly.batching.rows_of(dataset, indices[:1]))
+    batch = trainer.batching.rows_of(dataset, indices)
+    rows, alone = forms(batch), forms(trainer.batching.rows_of(dataset, indices[:1]))
     if wrong := [name for name in {**rows, **alone} if alone.get(name) != rows.get(name)]:
         detail = "; ".join(f"{name} {alone.get(name)} for one, {rows.get(name)} for {len(indices)}" for name in wrong)
         raise DataError(
@@ -89,17 +89,17 @@ LEFT_OUT = "whether rows of weight 0 count was not tried"
 def check_padding(trainer: BaseTrainer) -> str | None:
     """Returns what was tried, or why nothing was; None if there is nothing to try: the trainer adds up the rows. After
     `configure_model`. Raises UsageError if a row of weight 0 counts."""
-    loss = trainer.assembly.design.eval_loss
+    loss = trainer.design.eval_loss
     if is_own(loss.task) or overrides(trainer, "configure_functions") or overrides(trainer, "configure_dataloaders"):
         return None
     if why := out_of_reach(trainer):
         return f"{LEFT_OUT}: {why}"
     batches = list(batches_of(trainer))
     first = _on_device(batches[0])
-    state_shapes, shapes = trainer.model.state_shapes, trainer.assembly.design.state.params
+    state_shapes, shapes = trainer.model.state_shapes, trainer.design.state.params
     if not loss.adds_up_itself(shapes, first, np.int32(0), loss.rest(state_shapes, first)):
         return None
-    layout = trainer.assembly.design.loss_layout.with_others({TOKENS: Kind.SUM})
+    layout = trainer.design.loss_layout.with_others({TOKENS: Kind.SUM})
     try:
         found = sums(trainer, loss, layout, batches)
         # Read and compiled once more: what differs between two tries says nothing of the row.
@@ -125,9 +125,9 @@ def batches_of(trainer: BaseTrainer) -> Iterator[dict[str, np.ndarray]]:
     dataset, num_examples = trainer.dataset_train, NUM_ROWS + NUM_FILLERS
     available = getattr(dataset, "available", lambda stop: stop)(num_examples)
     rows, fillers = tuple(range(min(NUM_ROWS, available))), range(min(NUM_ROWS, available), available)
-    yield trainer.assembly.batching.rows_of(dataset, rows)  # type: ignore[arg-type]
+    yield trainer.batching.rows_of(dataset, rows)  # type: ignore[arg-type]
     for filler in (0, *fillers):
-        yield trainer.assembly.batching.rows_of(dataset, (*rows, filler), 1)  # type: ignore[arg-type]
+        yield trainer.batching.rows_of(dataset, (*rows, filler), 1)  # type: ignore[arg-type]
 
 
 def is_own(task: Any) -> bool:
@@ -137,14 +137,14 @@ def is_own(task: Any) -> bool:
 
 def out_of_reach(trainer: BaseTrainer) -> str:
     """Returns why the loss is not computed here; empty if it can be."""
-    parameters = trainer.assembly.design.num_parameters
+    parameters = trainer.design.num_parameters
     if parameters > MAX_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MAX_PARAMETERS:,}"
     # Two thirds of a step's operations are backward.
     flops = trainer.task.flops_per_token(parameters) * trainer.task.tokens_per_example * NUM_ROWS * NUM_FILLERS / 3
     if flops > MAX_FLOPS:
         return f"it takes {flops:.1e} FLOP, more than {MAX_FLOPS:.0e}"
-    if trainer.assembly.design.frozen_models:
+    if trainer.design.frozen_models:
         return "frozen weights are read on the hosts"
     if overrides(trainer, "prepare_batch"):
         return "prepare_batch needs the devices"

@@ -33,8 +33,9 @@ from trainers.planning import collectives
 from trainers.planning.estimate import Facts, answer, load_datasets, load_trainer, num_bytes
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
-from trainers.trainer.assembly import Assembly
 from trainers.trainer.base_trainer import BaseTrainer
+from trainers.trainer.build import prepare
+from trainers.trainer.placement import Placement
 
 LIBTPU = "libtpu==0.0.42.*"
 """The release that belongs to the pinned JAX."""
@@ -116,7 +117,7 @@ def _compiled(arguments: TrainingArguments, devices: list[Any], kind: str) -> tu
 def apart(memory: Mapping[str, int], trainer: BaseTrainer) -> dict[str, int]:
     """Returns the bytes without those of the state that lie in the host's memory, which is the same as the devices' where CPU
     devices stand for GPUs."""
-    leaves = jax.tree.leaves(trainer.assembly.placed_state)
+    leaves = jax.tree.leaves(trainer.placement.placed_state)
     moved = sum(
         num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         for leaf in leaves
@@ -140,9 +141,8 @@ def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:
 def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
     """Returns the train step for a mesh whose devices need not be there. Raises what tracing raises."""
     # Before anything is made: hooks that are traced may look at the mesh.
-    trainer.assembly = made = Assembly(trainer, mesh)
-    made.prepare()
-    layout = made.design.step_layout
+    trainer.placement = made = Placement(trainer.arguments, trainer.design, mesh)
+    layout = prepare(trainer).step_layout
     sums = layout.zeros()
     args = (
         made.placed_state,
@@ -160,7 +160,7 @@ def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
     """Returns the bytes of the large arrays of the state, and of the frozen weights, that every device has whole, by name."""
     return {
         jax.tree_util.keystr(path[1:], simple=True, separator="."): size
-        for path, leaf in jax.tree_util.tree_leaves_with_path((trainer.assembly.placed_state, *trainer.assembly.frozen_shapes))
+        for path, leaf in jax.tree_util.tree_leaves_with_path((trainer.placement.placed_state, *trainer.placement.frozen_shapes))
         if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf.shape, leaf.dtype)) >= LARGE_BYTES
     }
 

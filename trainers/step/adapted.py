@@ -39,7 +39,7 @@ def check_settings(arguments: TrainingArguments, *, prunes: bool = False, freeze
         raise UsageError("configure_functions returned a train step (state, batch) of its own:\n  " + "\n  ".join(problems))
 
 
-def check_hooks_of(trainer: Any) -> None:
+def check_hooks_of(trainer: object) -> None:
     """Raises UsageError for hooks of the trainer that only the built-in train step calls."""
     own = "configure_functions returns a step (state, batch) of your own: call it there"
     check_hooks(trainer, dict.fromkeys(("forward_backward", "on_micro_step"), (False, own)))

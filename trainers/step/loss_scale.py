@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from trainers.config import LossScaleConfig
-from trainers.config.arguments import TrainingArguments
 from trainers.step.host_flags import UpdateStatus
 
 Scaler = Mapping[str, jax.Array]
 """`scale` (float32), and `good_steps` (int32): updates since it last changed. Empty where losses are not scaled."""
 
 
-def initial_scaler(arguments: TrainingArguments) -> dict[str, jax.Array]:
-    if arguments.dtype != "float16":
+def initial_scaler(dtype: str, config: LossScaleConfig) -> dict[str, jax.Array]:
+    """Returns the scaler of a run that computes in `dtype`."""
+    if dtype != "float16":
         return {}
-    return {"scale": jnp.float32(arguments.loss_scale.initial), "good_steps": jnp.zeros((), jnp.int32)}
+    return {"scale": jnp.float32(config.initial), "good_steps": jnp.zeros((), jnp.int32)}
 
 
 def overflow(scaler: Scaler, norm: jax.Array, config: LossScaleConfig) -> jax.Array | None:

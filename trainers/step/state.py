@@ -19,8 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from gangway.errors import UsageError
-from trainers.config import LoraConfig, MeshConfig, ParameterGroup
-from trainers.config.arguments import TrainingArguments
+from trainers.config import LoraConfig, MeshConfig, OptimizerConfig, ParameterGroup
 from trainers.config.mesh import Shared
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
@@ -264,13 +263,13 @@ def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
 
 
 def update_rule(
-    optimizer: optax.GradientTransformation, arguments: TrainingArguments, groups: Sequence[ParameterGroup]
+    optimizer: optax.GradientTransformation, config: OptimizerConfig, seed: int, groups: Sequence[ParameterGroup]
 ) -> optax.GradientTransformation:
     """Returns the optimizer for the parameters that are not frozen. In float32 also where it is the user's own."""
-    if arguments.optimizer.master_weights == "stochastic":
-        wide = rounded_at_random(optimizer, functools.partial(rng.key, arguments.seed))
+    if config.master_weights == "stochastic":
+        wide = rounded_at_random(optimizer, functools.partial(rng.key, seed))
     else:
-        wide = with_master_weights(optimizer) if arguments.optimizer.master_weights == "float32" else in_float32(optimizer)
+        wide = with_master_weights(optimizer) if config.master_weights == "float32" else in_float32(optimizer)
     return freezing(wide, groups)
 
 

@@ -99,19 +99,27 @@ class Sums(NamedTuple):
     """No sum, but the state after the last micro-batch."""
 
 
-def make_train_step(
-    loss_function: LossFunction,
-    layout: Layout,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    arguments: TrainingArguments,
-    on_micro_step: MicroStepHook | None = None,
-    param_groups: Sequence[ParameterGroup] = (),
-    forward_backward: ForwardBackward | None = None,
-    pruner: Pruner | None = None,
-) -> Callable[..., StepOutput]:
-    """Returns the function (state, metric_sums, batch, flags, frozen) -> StepOutput. `layout` is that of the loss's metrics and
-    STEP_METRICS. `frozen` are the weights that the step only reads (`Rest.frozen`); it may be left out where there are none.
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What a train step is made of."""
+
+    loss: LossFunction
+    layout: Layout
+    """Of the loss's metrics and STEP_METRICS."""
+    optimizer: optax.GradientTransformation
+    """From `trainers.optim.param_groups.freezing`."""
+    schedule: optax.Schedule
+    arguments: TrainingArguments
+    param_groups: Sequence[ParameterGroup] = ()
+    """Frozen parameters have no gradients."""
+    pruner: Pruner | None = None
+    on_micro_step: MicroStepHook | None = None
+    forward_backward: ForwardBackward | None = None
+
+
+def make_train_step(spec: StepSpec) -> Callable[..., StepOutput]:
+    """Returns the function (state, metric_sums, batch, flags, frozen) -> StepOutput. `frozen` are the weights that the step only
+    reads (`Rest.frozen`); it may be left out where there are none.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
     targets of the whole global batch. This is exact for ragged targets, at any accumulation and on any number of hosts.
@@ -125,17 +133,15 @@ def make_train_step(
 
     The model's other state, such as batch statistics, goes from micro-batch to micro-batch: each one updates it once, from its
     rows of all hosts. An update that makes a value of it infinite or NaN counts as not finite.
-
-    Frozen parameters (`param_groups`) have no gradients; `optimizer` must come from `trainers.optim.param_groups.freezing`.
     """
-
-    rates_of_groups = group_rates(arguments.optimizer, schedule, param_groups)
+    arguments, param_groups, pruner = spec.arguments, spec.param_groups, spec.pruner
+    rates_of_groups = group_rates(arguments.optimizer, spec.schedule, param_groups)
 
     def train_step(
         state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array, frozen: Frozen = NOTHING
     ) -> StepOutput:
         seen = dataclasses.replace(state, params=parameters_seen(pruner, param_groups, state))
-        sums = accumulate(loss_function, layout, on_micro_step, seen, batch, param_groups, forward_backward, frozen)
+        sums = accumulate(spec, seen, batch, frozen)
         mean_loss, gradients = means(sums)
         # Before clipping: this is the norm that is published and checked.
         norm = optax.tree.norm(gradients)
@@ -152,16 +158,16 @@ def make_train_step(
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
         status = reduced[REDUCED.index("status")]
         applied, scaler = status == UpdateStatus.APPLIED, update_scaler(state.scaler, status, arguments.loss_scale)
-        updates, opt_state = offloaded_update(optimizer, applied, clipped, state.opt_state, state.params)
+        updates, opt_state = offloaded_update(spec.optimizer, applied, clipped, state.opt_state, state.params)
         # Counted for every batch; `keep_unless` takes it back if the update is not applied.
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
         # By `state.step`, not by the batch index: batches that were skipped do not move the schedule.
-        rates = {name: rate(state.step) for name, rate in {"learning_rate": schedule, **rates_of_groups}.items()}
+        rates = {name: rate(state.step) for name, rate in {"learning_rate": spec.schedule, **rates_of_groups}.items()}
         scalars = {"grad_norm": norm, **rates, "mean_loss": loss_stats["mean"], **norms}
-        if "lost_updates" in layout.names:
+        if "lost_updates" in spec.layout.names:
             scalars["lost_updates"] = share_lost(trainable(param_groups, state.params), updates)
-        step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
+        step_metrics, new_sums = measure_step(spec.layout, state, sums, batch, totals, scalars, applied)
         params, pruner_state = pruned(pruner, param_groups, state, apply_updates(state.params, updates))
         new_state = dataclasses.replace(
             state,
@@ -179,7 +185,7 @@ def make_train_step(
         kept = dataclasses.replace(kept, opt_state=opt_state, batch_index=state.batch_index + 1, scaler=scaler)
         # Of the parameters themselves, and not only of loss and gradient: an optimizer may divide by zero.
         reduced = with_look(reduced, any_not_finite(kept.params))
-        return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
+        return StepOutput(kept, spec.layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
 
     return train_step
 
@@ -259,18 +265,10 @@ def make_eval_step(loss_function: LossFunction, layout: Layout, *, predicts: boo
     return eval_step
 
 
-def accumulate(
-    loss_function: LossFunction,
-    layout: Layout,
-    on_micro_step: MicroStepHook | None,
-    state: TrainState,
-    batch: Batch,
-    param_groups: Sequence[ParameterGroup] = (),
-    forward_backward: ForwardBackward | None = None,
-    frozen: Frozen = NOTHING,
-) -> Sums:
+def accumulate(spec: StepSpec, state: TrainState, batch: Batch, frozen: Frozen = NOTHING) -> Sums:
     """Returns the sums over the micro-batches (the first dimension of every leaf). Frozen parameters have None in place of a
     gradient."""
+    loss_function, layout = spec.loss, spec.layout
     first = jax.tree.map(lambda leaf: leaf[0], batch)
     scales = None
 
@@ -286,7 +284,7 @@ def accumulate(
         # A pass before the gradients: each term's mean is over the whole global batch, of which a micro-batch is a part.
         scales = scales_of(_scan_sums(targets, _add, batch, state.model_state, loss_function.parts)[0])
 
-    trained, loss_scale = trainable(param_groups, state.params), state.scaler.get("scale", 1.0)
+    trained, loss_scale = trainable(spec.param_groups, state.params), state.scaler.get("scale", 1.0)
 
     def micro(model_state: Any, micro_batch: Batch, number: Any) -> tuple[Sums, Any]:
         rest = rest_of(model_state, micro_batch, number)
@@ -297,16 +295,16 @@ def accumulate(
             return loss.loss_sum.astype(jnp.float32) * loss_scale, loss
 
         # By the trained parameters alone: for frozen ones no gradient is computed.
-        if forward_backward is None:
+        if spec.forward_backward is None:
             (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(trained, micro_batch)
         else:
-            (_, loss), gradients = forward_backward(objective, trained, micro_batch)
+            (_, loss), gradients = spec.forward_backward(objective, trained, micro_batch)
         # Before the user's hook, which may return a loss of its own.
         model_state = _same_names(loss.model_state, model_state)
         # Before the user's hook and before the sum: both work with gradients of the true size.
         gradients = jax.tree.map(lambda g: g / loss_scale, gradients) if state.scaler else gradients
-        if on_micro_step is not None:
-            loss, gradients = on_micro_step(loss, gradients, micro_batch)
+        if spec.on_micro_step is not None:
+            loss, gradients = spec.on_micro_step(loss, gradients, micro_batch)
         num_targets = jnp.asarray(loss.num_targets)
         tokens = num_targets if loss.num_tokens is None else jnp.asarray(loss.num_tokens)
         whole_tokens = jnp.floor(tokens)

@@ -1,7 +1,7 @@
 """The trainer that most users want, and the one to subclass.
 
 A subclass may replace every `build_*`, every `configure_*`, every property and every hook by itself. They stand here in the order
-in which they are called. How a trainer becomes a training is in `assembly.py` (its parts) and `training_run.py`.
+in which they are called. How a trainer becomes a training is in `build.py` (its parts) and `training_run.py`.
 
 Hooks change what training does; observers are callbacks. Hooks are called on all hosts alike (except `preprocess_batch`), between
 steps, without waiting for the device. What a hook returns is used, logged and checkpointed from there on. A returned state must
@@ -12,17 +12,17 @@ it is called again for the replayed steps.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
@@ -35,8 +35,6 @@ from trainers.data.collate import CollateInfo, Collator, Transform
 from trainers.data.loader import RandomAccess
 from trainers.data.sources.iterable import held_out_examples, num_examples, random_access
 from trainers.diagnostics import memory
-from trainers.evaluation import score
-from trainers.evaluation.exact_match import ExactMatch
 from trainers.evaluation.validation import ValidationUnit
 from trainers.loop import init_from
 from trainers.loop.evaluator import observe_own
@@ -45,11 +43,11 @@ from trainers.loop.lineage import Lineage
 from trainers.loop.returned import check_returns
 from trainers.loop.saver import TimeUsed
 from trainers.models.hf.pretrained import is_there, resolved
-from trainers.optim import pruning
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.schedules import build_schedule
 from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_A_TASK_METHOD
 from trainers.overrides import CALLED_OF_A_TASK, check_hooks, check_overrides, shows
+from trainers.parallel.mesh import make_mesh
 from trainers.protocol import (
     Batch,
     CheckpointManagerProtocol,
@@ -65,8 +63,12 @@ from trainers.protocol import (
 from trainers.runtime import distributed, signals
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import ModelParts, TrainState
-from trainers.trainer.assembly import Assembly, assemble
-from trainers.trainer.evaluations import Evaluations
+from trainers.trainer import metric_names
+from trainers.trainer.batching import Batching
+from trainers.trainer.build import Built, build, build_checkpoint_manager, configure_functions, prepare
+from trainers.trainer.evaluations import Evaluations, build_metrics, build_units
+from trainers.trainer.model_design import ModelDesign, configured
+from trainers.trainer.placement import Placement
 from trainers.trainer.training_run import TrainingRun
 
 Metrics = dict[str, Any]
@@ -113,8 +115,10 @@ class BaseTrainer:
         """The state at the end of the last training; None before it."""
         self.info = RunInfo(max_steps=arguments.max_num_steps)
         self.lineage = Lineage()
-        self.assembly = Assembly(self)
-        """The parts that were made of this trainer. `trainers.trainer.assembly.assemble` makes the others."""
+        self.batching = Batching(self)
+        self.design = ModelDesign(self, self.batching)
+        self.built = Built()
+        """The parts that were built of this trainer. `trainers.trainer.build.build` builds the others."""
         self.evaluations = Evaluations(self)
         self.training: TrainingRun | None = None
         """The last training; None before the first."""
@@ -129,13 +133,13 @@ class BaseTrainer:
         own = assets.named(self.build_model_assets())
         self.model_assets = {**carried.of(arguments, arguments.run_folder), **carried.labels_of(dataset_train), **own}
         """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
-        collated = self.assembly.batching.collated
+        collated = self.batching.collated
         if dataset_train is not None:
             self.dataset_train = collated(random_access(dataset_train, arguments, note_from_host0))
         if dataset_eval is not None:
             self.dataset_eval = collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
         if self.names_are_final and dataset_train is not None:
-            score.check_when_built(self)
+            metric_names.check_when_built(self)
 
     # ------------------------------------------------------------------ what a program calls
 
@@ -145,12 +149,12 @@ class BaseTrainer:
 
     def prepare(self) -> None:
         """Does everything that needs no device. Optional: `train` does what was not done."""
-        self.assembly.prepare()
+        prepare(self)
 
     def precompile(self) -> None:
         """Optional, instead of `train`, in a process that does nothing else: compiles and keeps the programs that the start of
         a gang of this size needs. All its hosts must call this."""
-        TrainingRun(self, assemble(self), TimeUsed()).compile(self.assembly.placed_state)
+        TrainingRun(self, build(self), TimeUsed()).compile(self.placement.placed_state)
 
     def train(self, model_parameters: Any = None, state: TrainState | None = None) -> TrainState:
         """Starts or resumes training. Returns the final state and sets `output`. Raises on any failure; a stop is not one.
@@ -165,7 +169,7 @@ class BaseTrainer:
         try:
             with signals.handled(runtime.current()):
                 time_used = TimeUsed(runtime.current().time_used_s)
-                self.training = TrainingRun(self, assemble(self), time_used)
+                self.training = TrainingRun(self, build(self), time_used)
                 return self.training.train(model_parameters, state)
         except BaseException as raised:
             explains = self.training is not None and memory.out_of_memory(raised)
@@ -207,7 +211,7 @@ class BaseTrainer:
         `trainers.checkpoint.assets.read` read it back."""
         state = self.evaluations.current(state)
         if self.training is None:  # not after `train`: data loaders would be built again, to read nothing
-            self.training = TrainingRun(self, assemble(self), TimeUsed())
+            self.training = TrainingRun(self, build(self), TimeUsed())
         # Of the state that is given, which need not be the current one.
         save_to(ckpt_path, state, self.training.saver.meta(int(state.batch_index)), self.model_assets)
         return ckpt_path
@@ -217,9 +221,9 @@ class BaseTrainer:
         run's folder, which stands for its newest whole checkpoint. All hosts must call this. Raises CheckpointError if the
         state is damaged or of another model, and CheckpointUnavailableError if it cannot be read."""
         self.prepare()
-        loaded, meta = load_from(init_from.found(path), self.assembly.placed_state)
-        if self.assembly.frozen is not None:
-            self.assembly.frozen.check(meta)
+        loaded, meta = load_from(init_from.found(path), self.placement.placed_state)
+        if self.placement.frozen is not None:
+            self.placement.frozen.check(meta)
         return loaded
 
     # ------------------------------------------------------------------ called when the trainer is built
@@ -269,56 +273,51 @@ class BaseTrainer:
     def build_pruner(self) -> Pruner | None:
         """Returns what changes the parameters around each step, such as an object with masks; None: nothing does. Default:
         `pruning.pruner`, which gets the arguments, or pruning by magnitude (`pruning.pattern`)."""
-        config = self.arguments.pruning
-        if config.pruner is not None:
-            return load_object(config.pruner)(self.arguments)
-        return None if config.pattern is None else pruning.Magnitude(config)
+        return self.design.build_pruner()
 
     @cached_property
     def scheduler(self) -> optax.Schedule:
         """The learning rate by step."""
         config, max_steps = self.arguments.optimizer, self.arguments.max_num_steps
-        return build_schedule(config.schedule, config.learning_rate, max_steps or self.assembly.design.batches_of_epochs)
+        return build_schedule(config.schedule, config.learning_rate, max_steps or self.design.batches_of_epochs)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The update rule of the parameters that are trained."""
-        design = self.assembly.design
+        design = self.design
         return build_grouped(self.arguments.optimizer, self.scheduler, design.parameter_kinds, design.groups)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
         from then on. A leaf of the state that is an array, and no shape, is what a new run begins with (`initial_state`)."""
         check_overrides(type(self.task), INSTEAD_OF_A_TASK_METHOD, CALLED_OF_A_TASK)
-        return self.assembly.design.configure()
+        return self.design.configure()
 
     # ------------------------------------------------------------------ called once the devices are there
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Returns the jitted train and eval steps (state donated, shardings pinned in and out), the mesh, and the checkpoint
         manager. May be called by hand: `functions` is there from then on, and `model`."""
-        return self.assembly.configure_functions()
+        return configure_functions(self)
 
     def build_checkpoint_manager(self) -> CheckpointManagerProtocol:
         """Returns what saves and restores the state of the run."""
-        return self.assembly.checkpoint_manager()
+        return build_checkpoint_manager(self)
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Returns what the loop and the evaluations read. Raises UsageError if there is no training data."""
-        return self.assembly.configure_dataloaders()
+        return self.batching.configure_loaders()
 
     def build_validation_units(self) -> Mapping[str, ValidationUnit]:
         """Returns the validation units in the order of their evaluation. Their names begin the names of their metrics. Default:
-        those of `evaluation.units`, or one for the held-out data. `self.assembly.validation.unit` makes a unit of a loader."""
-        return self.assembly.validation.build_units()
+        those of `evaluation.units`, or one for the held-out data. `trainers.trainer.evaluations.build_unit` makes a unit of
+        a loader."""
+        return build_units(self)
 
     def build_evaluation_metrics(self, unit_name: str) -> EvaluationMetrics | None:
         """Returns new metrics of the task's predictions for one evaluation of a unit; None: there are none. Default: those of
         `evaluation.units.NAME.metrics`, which get the arguments."""
-        unit = self.arguments.evaluation.units.get(unit_name)
-        if unit is not None and unit.exact_match is not None:
-            return ExactMatch(self.arguments, unit.exact_match)
-        return None if unit is None or unit.metrics is None else load_object(unit.metrics)(self.arguments)
+        return build_metrics(self.arguments, unit_name)
 
     def build_early_stopper(self) -> Callable[[int, float], bool] | None:
         """Returns a function (step, score) -> whether to stop, which host 0 asks after each evaluation; None: there is none.
@@ -420,53 +419,74 @@ class BaseTrainer:
 
     # ------------------------------------------------------------------ what there is
 
-    _model_state = property(
-        attrgetter("assembly.shown_state"),
-        doc="The current state, after `train` and where callbacks may read it; elsewhere its shapes, after `configure_model`.",
-    )
+    @cached_property
+    def placement(self) -> Placement:
+        """The devices of the run, and where the arrays of the design lie on them. Touches the devices."""
+        self.arguments.check_devices(jax.device_count())
+        return Placement(self.arguments, self.design, make_mesh(self.arguments.mesh))
+
+    @property
+    def _model_state(self) -> TrainState:
+        """The current state, after `train` and where callbacks may read it; elsewhere its shapes, after `configure_model`."""
+        current = self.info.shown_state or self.state
+        return current or configured(self, self.design.made, "_model_state", "configure_model").state
 
     @property
     @shows("configure_model")
     def model(self) -> ModelParts:
         """The parts of the model, after `configure_model`."""
-        return self.assembly.design.model
+        return self.design.model
 
     @property
     @shows("configure_functions")
     def functions(self) -> TrainerConfigureFunctionOutput:
         """The compiled steps and the checkpoint manager, after `configure_functions`."""
-        return self.assembly.functions
+        built = self.built
+        made = built.functions if built.steps is None else built.steps.functions
+        return configured(self, made, "functions", "configure_functions")
 
     @property
     @shows("configure_dataloaders")
     def dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """The loaders, after `configure_dataloaders`."""
-        return self.assembly.made_loaders
+        return configured(self, self.batching.kept_loaders, "dataloaders", "configure_dataloaders")
 
     @property
     @shows("configure_functions")
     def mesh(self) -> Mesh:
         """The devices of the run. Touches them."""
-        return self.assembly.mesh
+        return self.placement.mesh
 
     @property
     @shows("configure_model")
     def state_shardings(self) -> TrainState:
         """The sharding of each array of the state, after `configure_model`."""
-        return self.assembly.state_shardings
+        return self.placement.state_shardings
 
     @property
     @shows("configure_model")
     def frozen(self) -> Mapping[str, Any]:
         """The frozen weights on the devices, in nested dicts, by their names: those of `frozen`, and `base` with `lora`. They are
         read now, if they were not: all hosts must call this alike."""
-        return {} if self.assembly.frozen is None else self.assembly.frozen.arrays[0]
+        return {} if self.placement.frozen is None else self.placement.frozen.arrays[0]
 
     def initial_state(self) -> TrainState:
         """Returns the state at step 0, on the devices: parameters from the seed, and a new optimizer state. `configure_model` of
         a subclass may call it after that of its base class, and return it with other arrays. All hosts must call this."""
-        first = jax.jit(self.assembly.design.initial_state, out_shardings=self.state_shardings)
-        return first({}, self.assembly.values_of_base())
+        first = jax.jit(self.design.initial_state, out_shardings=self.state_shardings)
+        return first({}, self.placement.values_of_base())
+
+    def copy_for_tracing(self, model: TrainerConfigureModelOutput) -> BaseTrainer:
+        """Returns a copy in which `prepare_batch` is traced: whatever the hook keeps on it meanwhile (a teacher, made at its
+        first use) is no real array. `model`: what `configure_model` has returned.
+
+        Its mesh has axes of size 1: a standby, or a plan, does not know the devices, and no shape depends on their number."""
+        axes = tuple(field.name for field in dataclasses.fields(self.arguments.mesh))
+        mesh: Any = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+        trial = copy.copy(self)
+        trial.design = self.design.around(model)
+        trial.placement = Placement(self.arguments, trial.design, mesh)
+        return trial
 
 
 def with_own_parameters(arguments: TrainingArguments) -> TrainingArguments:

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from gangway.errors import UsageError
 from trainers import runtime
+from trainers.config.arguments import load_object
 from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, preprocessed, stack
 from trainers.data.epoch_order import EpochOrder
 from trainers.data.identity import Identity
 from trainers.data.iterated_loader import IteratedLoader, as_loader, first_rows
 from trainers.data.loader import RandomAccess, Reader, StepAddressedLoader
+from trainers.data.sources.iterable import held_out_examples
+from trainers.evaluation.exact_match import questions
 from trainers.loop.hooks import overrides
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
+from trainers.loop.triggers import Epochs
 from trainers.overrides import check_hooks
 from trainers.protocol import Batch, Ids, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import TrainState
 
+if TYPE_CHECKING:  # it imports this module
+    from trainers.trainer.base_trainer import BaseTrainer
+
 
 class Batching:
-    """Makes batches of examples, with the hooks and the `build_*` of `trainer`, a BaseTrainer. `mesh_of` returns the devices."""
+    """Makes batches of examples, with the hooks and the `build_*` of a trainer. Only what makes a loader touches the devices."""
 
-    def __init__(self, trainer: Any, mesh_of: Callable[[], Mesh]):
-        self._trainer, self._mesh_of = trainer, mesh_of
+    def __init__(self, trainer: BaseTrainer):
+        self._trainer = trainer
+        self.kept_loaders: TrainerConfigureDataloaderOutput | None = None
+        """The loaders, as far as they are made."""
         self._given_loaders: TrainerConfigureDataloaderOutput | None = None
+        """What the trainer's `configure_dataloaders` has returned before the loaders were needed."""
+        self._loaders_are_asked = False
+        """Whether `kept_loaders` are made of what `configure_dataloaders` has returned."""
         self._calls_hooks = False
         """Whether a loader was made that calls the trainer's hooks."""
 
@@ -38,9 +49,21 @@ class Batching:
     def identity(self) -> Identity:
         """What the run learns from, as it is when the trainer is made."""
         trainer = self._trainer
-        datasets, units = (trainer.dataset_train, trainer.dataset_eval), trainer.assembly.validation.datasets
+        datasets, units = (trainer.dataset_train, trainer.dataset_eval), self.datasets_of_units
         kinds = {"reads_files": trainer.reads_files, "reads_records": trainer.reads_records}
         return Identity(trainer.arguments, datasets, units=units, **kinds)
+
+    @cached_property
+    def datasets_of_units(self) -> dict[str, RandomAccess]:
+        """The datasets of the validation units that have their own."""
+        arguments = self._trainer.arguments
+        units = arguments.evaluation.units
+        with_dataset = {name: unit.dataset for name, unit in units.items() if unit.dataset is not None}
+        # The ids of their samples are their own: no training sample is among them.
+        made = {name: load_object(path)(arguments) for name, path in with_dataset.items()}
+        asking = {name: unit.exact_match for name, unit in units.items() if unit.exact_match is not None}
+        made |= {name: questions(config, arguments) for name, config in asking.items()}
+        return {name: self.collated(held_out_examples(examples, 0)) for name, examples in made.items()}
 
     # ------------------------------------------------------------------ examples
 
@@ -80,7 +103,8 @@ class Batching:
             return shapes
         if overrides(self._trainer, "prepared_shapes"):
             return self._trainer.prepared_shapes(shapes)
-        return traced_shapes(self._trainer, model, shapes)
+        trial = self._trainer.copy_for_tracing(model)
+        return traced_shapes(partial(trial.prepare_batch, training=True), model.state, shapes)
 
     # ------------------------------------------------------------------ loaders
 
@@ -93,7 +117,7 @@ class Batching:
         return StepAddressedLoader(
             dataset,
             arguments.global_batch_size,
-            self._mesh_of(),
+            self._trainer.mesh,
             accumulation_steps=arguments.accumulation_steps,
             preprocess=self._preprocess,
             read=self.reader(dataset),
@@ -110,7 +134,7 @@ class Batching:
         return StepAddressedLoader(
             dataset,
             rows,
-            self._mesh_of(),
+            self._trainer.mesh,
             num_examples=size,
             preprocess=self._preprocess,
             read=read,
@@ -118,11 +142,31 @@ class Batching:
             ids=self._ids,
         )
 
+    def configure_loaders(self) -> TrainerConfigureDataloaderOutput:
+        """Does what `BaseTrainer.configure_dataloaders` does."""
+        held_out = self._trainer.dataset_eval
+        loader = self.held_out_loader(held_out) if held_out is not None and len(held_out) else None
+        self.kept_loaders = TrainerConfigureDataloaderOutput(self.train_loader(), loader)
+        return self.kept_loaders
+
     def loaders(self) -> TrainerConfigureDataloaderOutput:
-        """Returns what the loop and the evaluations read, made of what `configure_dataloaders` returns."""
-        given = self._given_loaders or self._trainer.configure_dataloaders()
+        """Returns what the loop and the evaluations read. Calls `configure_dataloaders` if that was not done; one of a subclass
+        also if it was called by hand, for it keeps nothing itself."""
+        by_hand = not self._loaders_are_asked and overrides(self._trainer, "configure_dataloaders")
+        if self.kept_loaders is None or by_hand:
+            given = self._given_loaders or self._trainer.configure_dataloaders()
+            self.kept_loaders, self._loaders_are_asked = self._usable(given), True
+        return self.kept_loaders
+
+    def forget_loaders(self) -> None:
+        """Lets the next training ask `configure_dataloaders` again."""
+        self.kept_loaders = self._given_loaders = None
+        self._loaders_are_asked = False
+
+    def _usable(self, given: TrainerConfigureDataloaderOutput) -> TrainerConfigureDataloaderOutput:
+        """Returns the loaders, those of a user's own as what the loop and the evaluations read."""
         arguments, held_out = self._trainer.arguments, given.dataloader_eval
-        iterated = partial(IteratedLoader, mesh=self._mesh_of(), note=note_from_host0, ids=self._ids)
+        iterated = partial(IteratedLoader, mesh=self._trainer.mesh, note=note_from_host0, ids=self._ids)
         make = partial(
             iterated,
             global_batch_size=arguments.global_batch_size,
@@ -139,16 +183,21 @@ class Batching:
             held_out = as_loader(held_out, make, ("epoch",))
         return TrainerConfigureDataloaderOutput(train, held_out)
 
-    def forget_loaders(self) -> None:
-        """Lets the next training ask `configure_dataloaders` again."""
-        self._given_loaders = None
+    @property
+    def epochs(self) -> Epochs:
+        """Where epochs begin and end, as far as the data are known."""
+        size, loader = self._trainer.arguments.global_batch_size, self.kept_loaders and self.kept_loaders.dataloader_train
+        if isinstance(loader, IteratedLoader):  # it need not read what `dataset_train` is
+            return Epochs(0, size, lambda: loader.batches_of_epoch)
+        return Epochs(len(self._trainer.dataset_train or ()), size)
 
     # ------------------------------------------------------------------ hooks
 
     @cached_property
     def prepare(self) -> PreparedBatches | None:
         """The hook on batches that are on the devices; None: batches stay as they are."""
-        return PreparedBatches(self._trainer, self._mesh_of()) if overrides(self._trainer, "prepare_batch") else None
+        trainer = self._trainer
+        return PreparedBatches(trainer.prepare_batch, trainer.mesh) if overrides(trainer, "prepare_batch") else None
 
     @property
     def prepare_trained(self) -> Callable[[TrainState, Batch], Batch] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,17 @@ from trainers.optim.param_groups import parameter_paths
 from trainers.runtime.multihost import note_from_host0
 from trainers.step.state import TrainState
 
+if TYPE_CHECKING:  # it imports this module
+    from trainers.trainer.base_trainer import BaseTrainer
 
-def beginning(trainer: Any, model_parameters: Any = None, state: TrainState | None = None) -> Beginning:
+
+def beginning(trainer: BaseTrainer, model_parameters: Any = None, state: TrainState | None = None) -> Beginning:
     """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a new
     optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
     `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together with 4
     or 5."""
-    arguments, made = trainer.arguments, trainer.assembly
-    shardings, shapes, new = made.state_shardings, made.model_arrays, made.design.initial_state
+    arguments, design, placement = trainer.arguments, trainer.design, trainer.placement
+    shardings, shapes, new = placement.state_shardings, placement.model_arrays, design.initial_state
     # Only a rollback comes back to the beginning within this process.
     keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
     given = state is not None or model_parameters is not None
@@ -39,7 +42,7 @@ def beginning(trainer: Any, model_parameters: Any = None, state: TrainState | No
     if model_parameters is not None:
         first = jax.jit(new, out_shardings=shardings)
         return Given("model_parameters", lambda: _placed(trainer, model_parameters, shapes), first, keep=keep)
-    if arrays := arrays_in(made.design.state):
+    if arrays := arrays_in(design.state):
         if others := [name for name, value in named.items() if value is not None]:
             raise UsageError(
                 f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
@@ -47,18 +50,18 @@ def beginning(trainer: Any, model_parameters: Any = None, state: TrainState | No
             )
         return _from_arrays(trainer, arrays, keep)
     if arguments.checkpoint.start_from is not None:
-        return FromCheckpoint(arguments, arguments.run_folder, made.placed_state)
+        return FromCheckpoint(arguments, arguments.run_folder, placement.placed_state)
     # What was loaded becomes part of the state: there are no two of it in memory.
     first = jax.jit(new, out_shardings=shardings, donate_argnums=0)
 
     def fresh(loaded: dict[str, jax.Array], others: dict[str, jax.Array]) -> TrainState:
-        base = {name: value for name, value in made.values_of_base().items() if name not in loaded}
+        base = {name: value for name, value in placement.values_of_base().items() if name not in loaded}
         return first(loaded, {**base, **others})
 
-    return FromSettings(arguments.init_from, arguments.run_folder, shapes, fresh, made.design.adapted)
+    return FromSettings(arguments.init_from, arguments.run_folder, shapes, fresh, design.adapted)
 
 
-def saved_state(trainer: Any, source: str) -> tuple[str, TrainState, int | None]:
+def saved_state(trainer: BaseTrainer, source: str) -> tuple[str, TrainState, int | None]:
     """Returns the path, the state and the step of what is saved at `source`: of a model alone with a new state of the optimizer;
     no step of a file or a folder that does not say it."""
     found = weights.open_model(weights.find(source))
@@ -71,31 +74,31 @@ def saved_state(trainer: Any, source: str) -> tuple[str, TrainState, int | None]
     if meta and not all(map(model_only.part_of, meta["shapes"])):
         # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
         return path, trainer.load_pretrained(path), step
-    if meta and trainer.assembly.frozen is not None:
-        trainer.assembly.frozen.check(meta)
+    if meta and trainer.placement.frozen is not None:
+        trainer.placement.frozen.check(meta)
     if step is not None:
         counters["step"] = jnp.int32(step - len(meta.get("skipped_batches") or ()))
-    state = beginning(trainer, weights.load(found, trainer.assembly.model_arrays), None).make()
+    state = beginning(trainer, weights.load(found, trainer.placement.model_arrays), None).make()
     return path, dataclasses.replace(state, **counters), step
 
 
-def _from_arrays(trainer: Any, arrays: dict[str, Any], keep: bool) -> Beginning:
+def _from_arrays(trainer: BaseTrainer, arrays: dict[str, Any], keep: bool) -> Beginning:
     """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
-    abstract, lora = trainer.assembly.placed_state, trainer.arguments.lora
+    abstract, lora = trainer.placement.placed_state, trainer.arguments.lora
     named = [f".params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params)]
     if lora is not None and lora.whole and any(name not in arrays for name in named):
         raise UsageError(
             "configure_model has returned a state in which some parameters are shapes alone, and lora.whole says that they "
             "begin as those of the base: return initial_state() with your arrays in it"
         )
-    finish = functools.partial(with_arrays, abstract=abstract, fresh=trainer.assembly.design.initial_state)
-    first = jax.jit(finish, out_shardings=trainer.assembly.state_shardings)
+    finish = functools.partial(with_arrays, abstract=abstract, fresh=trainer.design.initial_state)
+    first = jax.jit(finish, out_shardings=trainer.placement.state_shardings)
     return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
 
 
-def _placed(trainer: Any, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
+def _placed(trainer: BaseTrainer, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
     """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""
-    optional = parameter_paths(trainer.assembly.design.state.model_state)
+    optional = parameter_paths(trainer.design.state.model_state)
     placed = given_arrays(model_parameters, shapes, optional)
     if missing := [name for name in optional if name not in placed]:
         about = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"

@@ -19,8 +19,6 @@ from gangway.errors import UsageError
 from gangway.storage import documents
 from gangway.storage.documents import DamagedDocument, DocumentKind, NewerDocument
 from trainers import runtime
-from trainers.checkpoint import going_on
-from trainers.config.arguments import TrainingArguments
 from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
 from trainers.diagnostics.memory import DoesNotFit, Room, of_program, room
@@ -56,11 +54,12 @@ class Choices:
     """Stands for all that the step is made from, but the policy."""
 
     @classmethod
-    def of(cls, arguments: TrainingArguments, mesh: Mesh) -> Choices:
+    def of(cls, run_folder: str, settings: Mapping[str, Any], mesh: Mesh) -> Choices:
+        """`settings`: all that the step is made from (`going_on.of_the_step`)."""
         sizes, device = dict(mesh.shape), mesh.devices.flat[0].device_kind
-        made_from = [going_on.of_the_step(arguments), sizes, device, jax.process_count()]
+        made_from = [settings, sizes, device, jax.process_count()]
         key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(arguments.run_folder, sizes, device, key)
+        return cls(run_folder, sizes, device, key)
 
     def known(self) -> str | None:
         """Returns what was chosen for these settings and this mesh; None if nothing was."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,10 +17,12 @@ import optax
 from gangway.errors import NotConfiguredError, UsageError
 from trainers.checkpoint.weights import Adapted
 from trainers.config import ParameterGroup, mesh
+from trainers.config.arguments import load_object
 from trainers.config.frozen import BASE
 from trainers.evaluation.validation import shapes_of_rows
 from trainers.loop.beginning import with_types_of
 from trainers.loop.hooks import overrides
+from trainers.loop.prepared_batch import Shapes
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.models import layers
 from trainers.optim import param_groups, pruning
@@ -43,14 +45,17 @@ from trainers.step.state import (
     update_rule,
     with_loaded,
 )
-from trainers.step.train_step import make_train_step, step_metrics
+from trainers.step.train_step import StepSpec, make_train_step, step_metrics
 from trainers.trainer.batching import Batching
+
+if TYPE_CHECKING:  # it imports this module
+    from trainers.trainer.base_trainer import BaseTrainer
 
 
 class ModelDesign:
     """What a trainer's `task`, `optimizer`, `configure_model`, `build_*` and hooks make of its model. Each part is made once."""
 
-    def __init__(self, trainer: Any, batching: Batching):
+    def __init__(self, trainer: BaseTrainer, batching: Batching):
         self._trainer, self._batching = trainer, batching
         self.made: TrainerConfigureModelOutput | None = None
         """What `configure_model` has returned; None before that."""
@@ -121,6 +126,10 @@ class ModelDesign:
         return configured(self._trainer, self.made, "model", "configure_model")
 
     @property
+    def task(self) -> Task:
+        return self._trainer.task
+
+    @property
     def model(self) -> ModelParts:
         return self.output.model
 
@@ -142,6 +151,10 @@ class ModelDesign:
             return None
         # Rounded up: the last samples of the epochs count, though their batch also has some of the next epoch.
         return math.ceil(epochs * num_samples / self._trainer.arguments.global_batch_size)
+
+    def evaluated_parameters(self, state: TrainState) -> Any:
+        """Returns the parameters that are evaluated, previewed and exported."""
+        return evaluated_parameters(state)
 
     @property
     def num_parameters(self) -> int:
@@ -205,25 +218,34 @@ class ModelDesign:
             raise UsageError(f"build_pruner: expected None with {SCHEDULE_FREE}, which averages zeros away")
         return pruner
 
+    def build_pruner(self) -> Pruner | None:
+        """Does what `BaseTrainer.build_pruner` does."""
+        arguments = self._trainer.arguments
+        if arguments.pruning.pruner is not None:
+            return load_object(arguments.pruning.pruner)(arguments)
+        return None if arguments.pruning.pattern is None else pruning.Magnitude(arguments.pruning)
+
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
         """The optimizer for the parameters that are not frozen."""
-        return update_rule(self._trainer.optimizer, self._trainer.arguments, self.groups)
+        arguments = self._trainer.arguments
+        return update_rule(self._trainer.optimizer, arguments.optimizer, arguments.seed, self.groups)
 
     def train_step(self, layout: Layout) -> Any:
         """Returns the train step, to be jitted. `layout`: of its metrics."""
         trainer = self._trainer
-        return make_train_step(
+        spec = StepSpec(
             self.loss,
             layout,
             self._update_rule,
             trainer.scheduler,
             trainer.arguments,
-            trainer.on_micro_step if overrides(trainer, "on_micro_step") else None,
             self.groups,
-            trainer.forward_backward if overrides(trainer, "forward_backward") else None,
             self.pruner,
+            trainer.on_micro_step if overrides(trainer, "on_micro_step") else None,
+            trainer.forward_backward if overrides(trainer, "forward_backward") else None,
         )
+        return make_train_step(spec)
 
     # ------------------------------------------------------------------ the state at step 0
 
@@ -244,7 +266,8 @@ class ModelDesign:
         # Of trained parameters alone: neither the optimizer nor the pruner ever sees a frozen one.
         trained = param_groups.trainable(self.groups, params)
         pruner_state = {} if self.pruner is None else self.pruner.init(trained)
-        scaler = initial_scaler(self._trainer.arguments)
+        arguments = self._trainer.arguments
+        scaler = initial_scaler(arguments.dtype, arguments.loss_scale)
         return state_from_parameters(params, self._update_rule, layout, scaler, model_state, pruner_state)
 
     # ------------------------------------------------------------------ the loss, and the layouts of its metrics
@@ -278,6 +301,10 @@ class ModelDesign:
         names = len(step) - len(step_metrics(self.state.params, self._trainer.arguments, self.groups))
         # The metrics of the loss come first.
         return dataclasses.replace(step, names=step.names[:names], kinds=step.kinds[:names], means=())
+
+    def batch_shapes(self, rows: tuple[int, int], sharding: Any = None) -> Shapes:
+        """Returns the shapes of a batch [*rows, ...] as a step gets it."""
+        return self._batching.shapes(rows, self.output, sharding)
 
     def rows(self, model: TrainerConfigureModelOutput) -> Mapping[str, Any]:
         """Returns the shapes of a micro-batch as they are passed to the loss."""
@@ -316,14 +343,14 @@ def evaluated_parameters(state: TrainState) -> Any:
     return parameters_to_evaluate(state.opt_state, state.params)
 
 
-def module(trainer: Any, state: TrainState) -> Any:
+def module(trainer: BaseTrainer, state: TrainState) -> Any:
     """Returns the model with the parameters that are evaluated."""
     base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
     model = trainer.model.merge(evaluated_parameters(state), state.model_state, frozen=base)
     return in_mode(model, training=False)
 
 
-def configured(trainer: Any, value: Any, name: str, method: str) -> Any:
+def configured(trainer: object, value: Any, name: str, method: str) -> Any:
     """Returns the value. Raises NotConfiguredError if it is None: `method` makes it."""
     if value is None:
         raise NotConfiguredError(

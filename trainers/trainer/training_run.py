@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,7 +15,7 @@ from gangway.published import of_task
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
@@ -42,15 +42,17 @@ from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError, note_from_host0
 from trainers.step.state import TrainState
 from trainers.step.train_step import parameters_seen
-from trainers.trainer.assembly import Parts
 from trainers.trainer.beginnings import beginning
-from trainers.trainer.model_design import evaluated_parameters
+from trainers.trainer.build import Parts, forget_loaders
+
+if TYPE_CHECKING:  # it imports this module
+    from trainers.trainer.base_trainer import BaseTrainer
 
 
 class TrainingRun:
     """Trains with the parts of a trainer. All hosts must call its methods alike."""
 
-    def __init__(self, trainer: Any, parts: Parts, time_used: TimeUsed):
+    def __init__(self, trainer: BaseTrainer, parts: Parts, time_used: TimeUsed):
         self.trainer, self.parts = trainer, parts
         self.arguments, self.info, self.callbacks = trainer.arguments, trainer.info, trainer.callbacks
         self._time_used = time_used
@@ -63,7 +65,7 @@ class TrainingRun:
 
     def train(self, model_parameters: Any, state: TrainState | None) -> TrainState:
         """Does what `BaseTrainer.train` does."""
-        host, trainer, frozen = runtime.current(), self.trainer, self.parts.frozen
+        host, trainer, frozen = runtime.current(), self.trainer, self.parts.placement.frozen
         no_units = not self.parts.units and not trainer.evaluations.are_own
         if no_units and (problem := lacks_data(self.arguments.evaluation)):
             note_from_host0(problem)
@@ -72,7 +74,7 @@ class TrainingRun:
         trainer.lineage = lineage.initial(self.arguments.run_folder, host.skip_batches)
         resume = self.build_resume(beginning(trainer, model_parameters, state))
         if self.arguments.snapshot.num_slots:
-            snapshots.check(self.arguments, self._train_step, self.manager, resume.abstract)
+            snapshots.check(self.arguments.snapshot, self._train_step, self.manager, resume.abstract)
         # Loads kept programs on another thread while this one reads the checkpoint; first those that restoring itself needs.
         self.manager.load_ahead(resume.abstract)
         self._train_step.load_ahead(*self._step_arguments(resume.abstract))
@@ -81,7 +83,7 @@ class TrainingRun:
         state = resume.newest()
         # Before the assets are kept: those of another tokenizer would take the places of the run's own.
         is_shared = getattr(self.parts.loaders.dataloader_train, "is_shared", True)
-        trainer.assembly.batching.identity.check(resume.meta, host.note, is_shared=is_shared)
+        self.parts.batching.identity.check(resume.meta, host.note, is_shared=is_shared)
         self._finish_frozen(resume.meta)
         self._keep_assets()
         if isinstance(trainer.dataset_train, HasNotes) and not resume.meta:
@@ -120,19 +122,19 @@ class TrainingRun:
 
     def out_of_memory(self, error: BaseException) -> BaseException:
         """Returns an error that says what to do."""
-        made, program = self.trainer.assembly, getattr(self._train_step, "compiled", None)
+        made, program = self.parts.placement, getattr(self._train_step, "compiled", None)
         used = memory.usage(made.placed_state, made.step_batch_shapes(), program, made.frozen_shapes)
-        message = memory.advice(error, used, self.arguments, dict(self.parts.mesh.shape))
+        message = memory.advice(error, used, self.arguments, dict(self.parts.placement.mesh.shape))
         return OutOfMemoryError(message, deterministic=self.loop is None or not self.loop.first_step_reported)
 
     # ------------------------------------------------------------------ its objects
 
     def build_resume(self, first: Beginning) -> Resume:
         """Builds what finds the state to go on from; `first` is where a new run begins."""
-        mesh = self.parts.mesh
+        mesh = self.parts.placement.mesh
         gang = {"num_hosts": jax.process_count(), "num_devices": mesh.devices.size, "mesh": dict(mesh.shape)}
-        folder, abstract = self.arguments.run_folder, self.trainer.assembly.placed_state
-        memory = snapshots.memory_of_run(self.arguments)
+        folder, abstract = self.arguments.run_folder, self.parts.placement.placed_state
+        memory = snapshots.memory_of_run(folder, self.arguments.snapshot)
         return Resume(folder, self.manager, abstract, first, gang, self.trainer.lineage, memory=memory)
 
     def _snapshots(self, shapes: TrainState) -> Snapshots | None:
@@ -141,12 +143,13 @@ class TrainingRun:
             program.prepare(*self._step_arguments(shapes))
             return program
 
-        return snapshots.of_run(self.arguments, self.trainer, shapes, prepare)
+        folder, recorded = self.arguments.run_folder, recorded_arguments(self.arguments)
+        return snapshots.of_run(folder, self.arguments.snapshot, recorded, self.trainer, shapes, prepare)
 
     def build_loop(self, resume: Resume, step: int) -> Loop:
         """Builds the loop that goes on from `step`."""
         arguments, parts, saver = self.arguments, self.parts, self.saver
-        loader, manager, epochs = parts.loaders.dataloader_train, self.manager, self.trainer.assembly.epochs
+        loader, manager, epochs = parts.loaders.dataloader_train, self.manager, self.parts.batching.epochs
         self.info.global_step = step
         publisher = Publisher(self._throughput(), parts.steps.step_layout, saver.reporter.report)
         due = Due(
@@ -160,19 +163,19 @@ class TrainingRun:
         limits = HostRequests(self._limits(), arguments.checkpoint.save_minutes, lambda: manager.failing)
         # A user's own loader need not know where its data ends.
         end_of_data = EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader))
-        no_sums = partial(self.trainer.assembly.zeros, parts.steps.step_layout)
+        no_sums = partial(parts.placement.zeros, parts.steps.step_layout)
         prepare_batch, taken = parts.batching.prepare_trained, self._snapshots(resume.abstract)
         whole: Any = tuple if taken is None else lambda: (taken.newest,)
         return Loop(
             info=self.info,
             steps=Steps(self._train_step, parts.steps.step_layout, no_sums, arguments.distributions, prepare_batch),
             loader=loader,
-            agreement=Agreement(self.trainer.assembly.flags(), limits, end_of_data, whole=whole),
+            agreement=Agreement(parts.placement.flags(), limits, end_of_data, whole=whole),
             guard=self._guard(),
             due=due,
             saver=saver,
             evaluator=saver.evaluator,
-            previewer=Previewer(parts.previews, evaluated_parameters, self.info),
+            previewer=Previewer(parts.previews, parts.design.evaluated_parameters, self.info),
             publisher=publisher,
             resume=resume,
             hooks=self.trainer,
@@ -201,7 +204,7 @@ class TrainingRun:
     @cached_property
     def saver(self) -> Saver:
         """Saves the state, with what a checkpoint records beside it: the published metrics, and the evaluations."""
-        trainer, parts, frozen = self.trainer, self.parts, self.parts.frozen
+        trainer, parts, frozen = self.trainer, self.parts, self.parts.placement.frozen
         evaluator = Evaluator(
             trainer.evaluate,
             tuple(parts.units),
@@ -211,22 +214,23 @@ class TrainingRun:
         )
         return Saver(
             self.manager,
-            self.arguments,
+            self.arguments.seed,
+            recorded_arguments(self.arguments),
             self.info,
             trainer.lineage,
             self._build_reporter(),
             evaluator,
             self.callbacks,
-            trainer.assembly.saved,
+            trainer.built.committed,
             self._time_used,
             DataState(parts.loaders.dataloader_train, self.arguments.global_batch_size, note_from_host0),
             lambda: {} if frozen is None else frozen.origins,
-            trainer.assembly.batching.identity.recorded,
+            self.parts.batching.identity.recorded,
         )
 
     def _build_reporter(self) -> MetricsReporter:
         data, size = self.trainer.dataset_train, self.arguments.global_batch_size
-        epochs, devices = self.trainer.assembly.epochs, self.parts.mesh.local_devices
+        epochs, devices = self.parts.batching.epochs, self.parts.placement.mesh.local_devices
         names = histograms.chosen(self.parts.design.state.params, self.arguments.distributions)
         made = MetricsReporter(self.callbacks, self.info, epochs, devices, names)
         if isinstance(data, TellsNumbers):
@@ -249,7 +253,7 @@ class TrainingRun:
         loader = self.parts.loaders.dataloader_train
         if self.arguments.max_num_data_epochs is None or isinstance(loader, IteratedLoader):
             return None
-        return self.trainer.assembly.design.batches_of_epochs or 0
+        return self.parts.design.batches_of_epochs or 0
 
     def _reason_of_end(self, loader: Any) -> StopReason:
         """Returns why training ends when the loader has no batch."""
@@ -257,7 +261,7 @@ class TrainingRun:
         return StopReason.MAX_EPOCHS if counts else StopReason.END_OF_DATA
 
     def _throughput(self) -> Throughput:
-        design, mesh = self.parts.design, self.parts.mesh
+        design, mesh = self.parts.design, self.parts.placement.mesh
         flops, tokens = design.flops_per_token(self.trainer.task, design.num_parameters), self.trainer.task.tokens_per_example
         return Throughput(
             flops, tokens, mesh.devices.size, *peaks(self.arguments, {device.device_kind for device in mesh.devices.flat})
@@ -269,14 +273,15 @@ class TrainingRun:
 
     def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
         """Returns what the train step is compiled for. `state` may be shapes."""
-        assembly = self.trainer.assembly
-        return state, assembly.zeros(self.parts.steps.step_layout), assembly.step_batch_shapes(), assembly.flags().array()
+        placement = self.parts.placement
+        sums, batch = placement.zeros(self.parts.steps.step_layout), placement.step_batch_shapes()
+        return state, sums, batch, placement.flags().array()
 
     # ------------------------------------------------------------------ beginning, trouble and end
 
     def _finish_frozen(self, meta: dict[str, Any]) -> None:
         """Waits for the frozen weights. `meta` is that of the restored checkpoint, which must have been trained with them."""
-        frozen = self.parts.frozen
+        frozen = self.parts.placement.frozen
         if frozen is None:
             return
         frozen.check(meta)
@@ -313,7 +318,7 @@ class TrainingRun:
             counters = dataclasses.replace(state, params=None, opt_state=None)
             # With the memory of the step that has run.
             traced = choosing(objective, getattr(self._train_step, "policy", "none"))
-            origin = nonfinite.find(traced, self.parts.mesh, state.params, batch, (counters, self.trainer.frozen))
+            origin = nonfinite.find(traced, self.parts.placement.mesh, state.params, batch, (counters, self.trainer.frozen))
         except StageError as error:
             return f"where it began was not found: {error}"
         return f"{origin}, with the parameters of step {step}"
@@ -347,9 +352,9 @@ class TrainingRun:
         limit = self.arguments.max_num_steps
         if reason is StopReason.END_OF_DATA and limit is not None:
             note_from_host0(f"the data ended after {self.info.global_step} steps: max_num_steps = {limit} was not reached")
-        self.trainer.output = TrainerOutput(state, self.parts.mesh, path, name, reason, metrics)
+        self.trainer.output = TrainerOutput(state, self.parts.placement.mesh, path, name, reason, metrics)
         self.parts.loaders.dataloader_train.close()
-        self.trainer.assembly.forget_loaders()
+        forget_loaders(self.trainer)
         return state
 
     def _final_metrics(self, state: TrainState) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.unit.trainers.test_context import SIZES, settings, texts
 from tests.unit.training import StopAt, arguments, assert_equal, of
 from trainers import runtime
 from trainers.base import BaseTrainer
+from trainers.checkpoint import going_on
 from trainers.config.model import CHOICES
 from trainers.diagnostics import memory
 from trainers.diagnostics import memory as rooms
@@ -84,7 +85,8 @@ def test_a_choice_is_for_what_the_step_is_made_from(tmp_path):
     mesh = make_mesh(arguments(tmp_path).mesh, jax.devices()[:2])
 
     def key(mesh=mesh, **changes):
-        return Choices.of(arguments(tmp_path, **changes), mesh).key
+        made = arguments(tmp_path, **changes)
+        return Choices.of(made.run_folder, going_on.of_the_step(made), mesh).key
 
     assert key() == key(max_num_steps=50) == key(publish_every_steps=3) == key(storage=f"{tmp_path}/other", name="other")
     others = [key(accumulation_steps=2), key(dtype="bfloat16"), key(make_mesh(arguments(tmp_path).mesh, jax.devices()[:4]))]

@@ -226,7 +226,7 @@ class OwnModel(BaseTrainer):
 def test_a_model_that_a_trainer_makes_is_refused(tmp_path, texts):
     made = arguments(tmp_path, **settings(model=FP8))
     with pytest.raises(UsageError, match="and the model of the task has none"):
-        OwnModel(made, *estimate.load_datasets(made)).assembly.prepare()
+        OwnModel(made, *estimate.load_datasets(made)).prepare()
 
 
 def test_without_qwix_a_run_is_refused_before_a_machine_is_taken_and_can_be_evaluated(tmp_path, texts, monkeypatch):
@@ -237,7 +237,7 @@ def test_without_qwix_a_run_is_refused_before_a_machine_is_taken_and_can_be_eval
         "model.fp8 = none"
     ]
     other = base_trainer(made, "evaluates")
-    other.assembly.prepare()
+    other.prepare()
     assert other.arguments == dataclasses.replace(made, model=dataclasses.replace(made.model, fp8="none"))
 
 

@@ -262,7 +262,7 @@ class OwnLoader(BaseTrainer):
         return batch
 
     def configure_dataloaders(self):
-        rows = self.assembly.batching.rows_of(self.dataset_train, range(16))
+        rows = self.batching.rows_of(self.dataset_train, range(16))
         return TrainerConfigureDataloaderOutput([rows] * 12, None)
 
 

@@ -49,7 +49,7 @@ def test_save_pretrained_writes_the_trainers_own_arguments(tmp_path, events):
     path = made.save_pretrained(str(tmp_path / "out"))
     with pytest.raises(NotConfiguredError):  # after training nothing is built again to save
         _ = made.dataloaders
-    _, meta = load_from(path, made.assembly.placed_state)
+    _, meta = load_from(path, made.placement.placed_state)
     expected = masked(dataclasses.asdict(made.arguments))
     assert {name: meta["arguments"][name] for name in ("name", "max_num_steps", "task", "seed")} == {
         name: expected[name] for name in ("name", "max_num_steps", "task", "seed")
@@ -191,7 +191,7 @@ def test_what_is_saved_of_a_given_state_says_where_that_state_is(tmp_path, event
     state = trainer(tmp_path / "first", max_num_steps=5, checkpoint={"save_at_end": False}).train()
     other = trainer(tmp_path / "other", max_num_steps=5)
     path = other.save_pretrained(str(tmp_path / "out"), state)
-    _, meta = load_from(path, other.assembly.placed_state)
+    _, meta = load_from(path, other.placement.placed_state)
     assert meta["batch_index"] == 5
 
 
@@ -253,7 +253,7 @@ def test_the_mesh_is_that_of_the_settings(tmp_path, mesh, expected):
 def test_a_step_has_the_examples_and_the_micro_batches_of_the_settings(tmp_path, events):
     made = trainer(tmp_path, global_batch_size=24, accumulation_steps=3, **ONE_STEP)
     made.train()
-    assert made.assembly.step_batch_shapes()["tokens"].shape[:2] == (3, 8)
+    assert made.placement.step_batch_shapes()["tokens"].shape[:2] == (3, 8)
 
 
 def test_metrics_come_as_often_as_the_settings_say(tmp_path, events):

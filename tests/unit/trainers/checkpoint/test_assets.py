@@ -71,7 +71,7 @@ def test_a_damaged_asset_is_found(tmp_path):
     path = made.save_pretrained(str(tmp_path / "saved"))
     (Path(path) / "assets" / "tokenizer" / "vocab.json").write_text('["a", "c"]')
     with pytest.raises(CheckpointError, match=r"the contents of assets/tokenizer/vocab\.json are not those that were saved"):
-        load_from(path, made.assembly.placed_state)
+        load_from(path, made.placement.placed_state)
 
 
 def test_what_cannot_be_written_is_named_and_nothing_is_left(tmp_path):

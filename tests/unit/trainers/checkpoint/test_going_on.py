@@ -147,7 +147,7 @@ def test_a_checkpoint_has_the_rules_of_its_run_and_a_resume_looks_at_them(tmp_pa
         said = rf"begun by another version of this program, .*: {re.escape(rule)}\. Go on with that version, or begin .*--fresh"
         with pytest.raises(UsageError, match=said):
             resume()
-    before = prepared.assembly.batching.identity
+    before = prepared.batching.identity
     for rules, refused in (
         ({}, True),
         ({rule: 2}, True),

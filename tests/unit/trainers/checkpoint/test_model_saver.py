@@ -21,8 +21,8 @@ from trainers import runtime
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.savers import ModelSaver
-from trainers.trainer.assembly import assemble
 from trainers.trainer.beginnings import beginning
+from trainers.trainer.build import build
 
 
 def models_in(tmp_path):
@@ -48,7 +48,7 @@ def test_a_run_saves_models_at_their_own_cadence_up_to_their_own_limit(tmp_path,
     assert layout.steps(place_of(tmp_path / "run" / "checkpoints")) == [12]
     assert of(events, "note") == []
     whole = trainer(tmp_path / "other", optimizer=FIXED, init_from=str(saved(tmp_path / "run", 12, "models")), max_num_steps=1)
-    assemble(whole)
+    build(whole)
     loaded = beginning(whole).make().params
     for name in ("embed", "out"):
         np.testing.assert_array_equal(loaded[name], state.params[name])

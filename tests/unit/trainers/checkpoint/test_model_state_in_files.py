@@ -17,7 +17,7 @@ from trainers.checkpoint import weights
 from trainers.commands import evaluate
 from trainers.export import from_safetensors, to_safetensors
 from trainers.trainer import beginnings
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 ONE_CHECKPOINT = {"checkpoint": {"save_steps": 3, "model_every_steps": 2, "save_total_limit": 1}}
 
@@ -36,7 +36,7 @@ def evaluation(made):
 
 
 def beginning(made, model_parameters=None):
-    assemble(made)
+    build(made)
     return beginnings.beginning(made, model_parameters).make()
 
 

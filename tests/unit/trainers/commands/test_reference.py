@@ -99,7 +99,7 @@ def test_the_command_writes_the_log_probabilities_of_the_reference_beside_the_re
 def model_of(run):
     made = BaseTrainer(from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1, "model": MODEL}))
     made.configure_model()
-    return made.model.merge(weights.load(weights.open_model(weights.find(str(run))), made.assembly.model_arrays))
+    return made.model.merge(weights.load(weights.open_model(weights.find(str(run))), made.placement.model_arrays))
 
 
 def log_p(model, row):

@@ -11,7 +11,7 @@ from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.data.collate import CollateInfo, collate, stack
 from trainers.data.sources.iterable import Numbered
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 LENGTH = 9
 
@@ -64,7 +64,7 @@ def test_a_collator_makes_the_batches(tmp_path):
     by_hook = made(tmp_path / "hook", cls=Own)
     by_hook.train()
     assert_equal(by_path.output.state, by_hook.output.state)
-    assemble(by_path)
+    build(by_path)
     batch = by_path.dataloaders.dataloader_train.batch(0)
     assert batch["tokens"].shape[-1] == LENGTH
     assert np.unique(batch["sample_id"]).size == 16
@@ -89,8 +89,8 @@ def test_columns_that_are_no_numbers_are_named_and_may_be_left_out(tmp_path):
     with pytest.raises(DataError, match=r"no numbers: title \(<U1\), about \(object\); .*data\.ignore_columns=\[title, about\]"):
         stack([row, row], [True, True])
     kept = made(tmp_path, collator=f"{__name__}:to_length", ignore_columns=["title"])
-    assert "title" not in kept.assembly.batching.reader(Ragged())(0)
-    assert "title" in made(tmp_path, collator=f"{__name__}:to_length", ignore_columns=[]).assembly.batching.reader(Ragged())(0)
+    assert "title" not in kept.batching.reader(Ragged())(0)
+    assert "title" in made(tmp_path, collator=f"{__name__}:to_length", ignore_columns=[]).batching.reader(Ragged())(0)
 
 
 @pytest.mark.parametrize("column", ["sample_id", "weight"])
@@ -120,7 +120,7 @@ def test_a_dict_or_a_tuple_will_do():
             return {"tokens": (LENGTH,)}
 
     arguments_only = Mine(trainer_arguments())
-    assert arguments_only.assembly.batching.collated(Numbered(Ragged()))[11]["tokens"].shape == (LENGTH,)
+    assert arguments_only.batching.collated(Numbered(Ragged()))[11]["tokens"].shape == (LENGTH,)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def train(tmp_path, texts, steps=2, **data):
     made = arguments(tmp_path, texts, steps, **data)
     trainer = BaseTrainer(made, *text_windows(made))
     # As at a storage that is slower than the reading of four small files.
-    trainer.assembly.batching.identity._digest({})
+    trainer.batching.identity._digest({})
     return trainer.train()
 
 
@@ -234,7 +234,7 @@ def test_the_data_of_other_validation_units_is_compared_too(tmp_path, texts):
     assert there(8, others).problem(meta, pytest.fail)[0] == ""
     assert identity._summary(there(8).seen) != identity._summary(there(9).seen)  # the hosts differ in it
     made = with_units(tmp_path, texts, own=UnitConfig(dataset=f"{__name__}:seven"))
-    assert BaseTrainer(made, *text_windows(made)).assembly.batching.identity.seen["units"] == {"own": 7}
+    assert BaseTrainer(made, *text_windows(made)).batching.identity.seen["units"] == {"own": 7}
 
 
 def seven(arguments):

@@ -66,7 +66,7 @@ def test_an_example_of_a_shuffled_epoch_is_named_by_its_own_number(tmp_path, eve
     data = Failing(ValueError("broken"), [40])
     data.takes_any_index = False
     own = BaseTrainer(made, data, None)
-    reader = own.assembly.batching.reader(own.dataset_train)
+    reader = own.batching.reader(own.dataset_train)
     notes, found = [], []
     reader.note = notes.append
     for index in range(96):

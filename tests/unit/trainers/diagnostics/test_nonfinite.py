@@ -18,19 +18,19 @@ from trainers.config.model import UNROLLED_LAYERS
 from trainers.diagnostics.nonfinite import find
 from trainers.models import attention, decoder
 from trainers.parallel import mesh as meshes
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 TINY = {"width": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48}
 
 
 def found(made, params=None, batch=None):
-    assemble(made)
-    state = jax.jit(made.assembly.design.initial_state, out_shardings=made.state_shardings)()
+    build(made)
+    state = jax.jit(made.design.initial_state, out_shardings=made.state_shardings)()
     params = state.params if params is None else params(state.params)
     batch = made.dataloaders.dataloader_train.batch(0) if batch is None else batch
 
     def objective(params, batch, number, step):
-        return made.assembly.design.loss(params, batch, step).loss_sum
+        return made.design.loss(params, batch, step).loss_sum
 
     return find(objective, made.mesh, params, batch, state.step)
 

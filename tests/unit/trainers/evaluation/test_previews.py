@@ -263,7 +263,7 @@ def test_a_failing_preview_is_reported_and_training_goes_on(tmp_path, events, ta
 
 
 def test_previews_of_a_task_that_cannot_generate_are_an_error_at_once_if_asked_for(tmp_path):
-    assert trainer(tmp_path).assembly.previews is None
+    assert trainer(tmp_path).placement.previews is None
     with pytest.raises(UsageError, match=r"previews\.every_steps = 2: TableTask has no encode and decode"):
         trainer(tmp_path, previews=PREVIEWS).train()
 

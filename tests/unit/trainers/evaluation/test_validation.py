@@ -21,6 +21,7 @@ from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.loop.inflight import STOP_REASONS
 from trainers.protocol import Loss
 from trainers.step.host_flags import UpdateStatus
+from trainers.trainer.evaluations import build_unit
 
 RATES = ("_seconds", "_per_s", "_per_s_per_device")
 HERE = "tests.unit.trainers.evaluation.test_validation:"
@@ -86,7 +87,7 @@ def test_each_unit_has_its_own_data_and_its_own_loss(tmp_path, events):
 class OwnUnits(BaseTrainer):
     def build_validation_units(self):
         own = Reader(self.dataloaders.dataloader_eval)
-        return {**super().build_validation_units(), "last": self.assembly.validation.unit("last", own)}
+        return {**super().build_validation_units(), "last": build_unit(self, "last", own)}
 
 
 class Reader:

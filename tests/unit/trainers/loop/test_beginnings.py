@@ -153,7 +153,7 @@ def test_a_call_by_hand_drops_no_array_and_types_are_those_of_the_model(tmp_path
     made = trainer(tmp_path, cls=cls, **NO_SAVES)
     made.configure_model()
     made.prepare()
-    state = made.assembly.design.state
+    state = made.design.state
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {"float32"}
     assert_equal(state.params, parameters(1))
 
@@ -172,4 +172,4 @@ def test_the_first_state_is_that_of_a_training_without_steps(tmp_path, events):
     made.configure_model()
     state = made.initial_state()
     assert (int(state.step), int(state.batch_index)) == (0, 0)
-    assert_equal(state, jax.jit(made.assembly.design.initial_state)())
+    assert_equal(state, jax.jit(made.design.initial_state)())

@@ -167,12 +167,12 @@ def test_a_state_that_a_hook_returns_is_used_and_checkpointed(tmp_path, hook):
         evaluation={"max_batches": 1},
     )
     state = made.train()
-    start = jax.jit(made.assembly.design.initial_state)().params
+    start = jax.jit(made.design.initial_state)().params
     expected = jax.tree.map(lambda leaf: leaf / 2 ** CALLS[hook], start)
     assert_equal(state.params, expected)
-    saved, _ = load_from(made.save_pretrained(str(tmp_path / "copy")), made.assembly.placed_state)
+    saved, _ = load_from(made.save_pretrained(str(tmp_path / "copy")), made.placement.placed_state)
     assert_equal(saved.params, expected)
-    newest, _ = load_from(made.output.checkpoint_path, made.assembly.placed_state)
+    newest, _ = load_from(made.output.checkpoint_path, made.placement.placed_state)
     assert_equal(newest.params, expected)
 
 
@@ -251,7 +251,7 @@ def test_metrics_replaced_in_a_hook_are_not_dropped(tmp_path, events):
     assert losses(events) == {4: 2.5, 8: 6.5, 12: 10.5}
     assert [loss for loss, _ in seen.steps] == list(range(1, 13))
     assert all(parts["number"] == 10 * loss and "accuracy" not in parts for loss, parts in seen.steps)
-    _, meta = load_from(made.output.checkpoint_path, made.assembly.placed_state)
+    _, meta = load_from(made.output.checkpoint_path, made.placement.placed_state)
     assert (meta["metrics"]["loss"], meta["metrics"]["number"]) == (10.5, 105.0)
     assert made.output.metrics["train_loss"] == 10.5
 

@@ -99,7 +99,7 @@ def test_static_methods_and_mixins_are_checked():
 def test_one_pattern_may_be_a_text_and_a_wrong_one_is_named(tmp_path):
     made = trainer(tmp_path, cls=with_method("freeze_module", "embed"))
     made.prepare()
-    assert [(group.pattern, group.frozen) for group in made.assembly.design.groups] == [("embed", True)]
+    assert [(group.pattern, group.frozen) for group in made.design.groups] == [("embed", True)]
     with pytest.raises(UsageError, match=r"^freeze_module: pattern = '\(': expected a regular expression"):
         trainer(tmp_path, cls=with_method("freeze_module", ["("])).prepare()
 

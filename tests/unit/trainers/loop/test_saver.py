@@ -11,6 +11,7 @@ from gangway.errors import CheckpointError, SaveFailedError, kind_of
 from tests.unit.training import arguments, of, trainer
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint import trial
+from trainers.config.arguments import recorded_arguments
 from trainers.loop import saver as saver_module
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
@@ -51,7 +52,8 @@ def saver(tmp_path, events):
     reporter = SimpleNamespace(latest={"loss": 2.0})
     return Saver(
         Manager(),
-        arguments(tmp_path, seed=9),
+        9,
+        recorded_arguments(arguments(tmp_path, seed=9)),
         info,
         Lineage(),
         reporter,

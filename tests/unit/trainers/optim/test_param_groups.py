@@ -134,8 +134,8 @@ def test_moments_lie_where_their_parameters_do(tmp_path, events):
     made = trainer(tmp_path, **sharded)
     made.prepare()
     places = made.state_shardings
-    parameters = dict(zip(parameter_paths(made.assembly.design.state.params), jax.tree.leaves(places.params), strict=True))
-    found = dict(zip(parameter_paths(made.assembly.design.state.opt_state), jax.tree.leaves(places.opt_state), strict=True))
+    parameters = dict(zip(parameter_paths(made.design.state.params), jax.tree.leaves(places.params), strict=True))
+    found = dict(zip(parameter_paths(made.design.state.opt_state), jax.tree.leaves(places.opt_state), strict=True))
     moments = {path: place for path, place in found.items() if ".mu." in path or ".nu." in path}
     assert len(moments) == 2 * (len(parameters) - 1)
     for path, place in moments.items():
@@ -182,7 +182,7 @@ class GroupsAsDicts(BaseTrainer):
 
 def test_groups_may_be_dicts(tmp_path):
     made = trainer(tmp_path, cls=GroupsAsDicts)
-    assert made.assembly.design.groups == (
+    assert made.design.groups == (
         ParameterGroup(pattern="embed", frozen=True),
         ParameterGroup(pattern="out", learning_rate=0.5),
     )
@@ -201,7 +201,7 @@ def test_groups_may_be_dicts(tmp_path):
 )
 def test_a_dict_that_is_no_group_is_an_error(tmp_path, group, error):
     with pytest.raises(UsageError, match=error):
-        _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).assembly.design.groups
+        _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).design.groups
 
 
 def test_the_rates_of_groups_are_published_as_they_are_applied(tmp_path, events):

@@ -14,7 +14,7 @@ from trainers.base import BaseTrainer
 from trainers.config import PruningConfig
 from trainers.optim.pruning import Magnitude, sparsity
 from trainers.planning import estimate
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 CONFIG = PruningConfig(pattern="out", final_sparsity=0.8, begin_step=2, end_step=10, every_steps=3)
 
@@ -181,8 +181,8 @@ def test_the_loss_of_training_sees_what_pre_forward_returns(tmp_path, events):
     state = trainer(tmp_path, cls=Doubled, max_num_steps=1, optimizer=SGD).train()
     doubled = losses(events)[1]
     events.clear()
-    assemble(plain)
-    first = jax.jit(plain.assembly.design.initial_state)().params
+    build(plain)
+    first = jax.jit(plain.design.initial_state)().params
     given = {**first, "out": first["out"] * 2.0}
     expected = plain.train(model_parameters=jax.tree.map(np.asarray, given))
     assert losses(events)[1] == pytest.approx(doubled, rel=1e-6)

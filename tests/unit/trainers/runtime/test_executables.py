@@ -380,7 +380,7 @@ def test_the_room_is_the_configurations(tmp_path, monkeypatch):
     monkeypatch.setenv("GANGWAY_PROGRAMS", str(tmp_path / "programs"))
     runtime.install(runtime.Runtime(print, program_key="launch"))
     for value, expected in ((None, None), (0.5, 5e8)):
-        assert trainer(tmp_path, kept_programs_gb=value).assembly.programs.max_bytes == expected
+        assert trainer(tmp_path, kept_programs_gb=value).placement.programs.max_bytes == expected
 
 
 def journals(folder):

@@ -21,7 +21,7 @@ from trainers.data.iterated_loader import IteratedLoader
 from trainers.parallel.mesh import make_mesh
 from trainers.protocol import CheckpointManagerProtocol, TrainerConfigureDataloaderOutput, TrainerConfigureFunctionOutput
 from trainers.runtime.executables import Program
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 pytestmark = pytest.mark.usefixtures("events")
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
@@ -153,7 +153,7 @@ class OnlyTheStep(OwnSteps):
 
 def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
     made = trainer(tmp_path, cls=OnlyTheStep, **PLAIN)
-    assemble(made)
+    build(made)
     functions = made.functions
     assert functions.mesh == made.mesh
     assert isinstance(functions.checkpoint_manager, CheckpointManagerProtocol)
@@ -172,7 +172,7 @@ def test_what_are_no_functions_is_refused(tmp_path, returned, problem):
     returned = returned() if callable(returned) else returned
     made = trainer(tmp_path, cls=type("Returns", (OnlyTheStep,), {"returned": returned}), **PLAIN)
     with pytest.raises(UsageError, match=problem):
-        assemble(made)
+        build(made)
 
 
 # ---------------------------------------------------------------------- loaders that are iterated over
@@ -348,8 +348,8 @@ def test_a_gradient_uphill_is_another_one(tmp_path, events):
     first = trainer(tmp_path, cls=Sharpness, optimizer=SGD, max_num_steps=3)
     state = first.train()
     made = trainer(tmp_path / "direct", optimizer=SGD, max_num_steps=3)
-    assemble(made)
-    params = jax.jit(made.assembly.design.initial_state)().params
+    build(made)
+    params = jax.jit(made.design.initial_state)().params
     rows = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in made.dataloaders.dataloader_train.batch(0).items()}
 
     def mean(params):

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.trainers.step.test_adapted import PLAIN, OwnSteps
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
-from trainers.trainer.assembly import assemble
+from trainers.trainer.build import build
 
 CHANGES = {"max_num_steps": 3, "optimizer": FIXED}
 
@@ -19,8 +19,8 @@ def test_the_loader_and_the_steps_do_by_hand_what_training_does(tmp_path, events
     whole = trainer(tmp_path, cls=cls, **CHANGES | changes)
     expected, published = whole.train(), losses(events)
     made = trainer(tmp_path / "by_hand", cls=cls, **CHANGES | changes)
-    assemble(made)
-    state, found = jax.jit(made.assembly.design.initial_state, out_shardings=made.state_shardings)(), {}
+    build(made)
+    state, found = jax.jit(made.design.initial_state, out_shardings=made.state_shardings)(), {}
     for number, batch in zip(range(1, 4), made.dataloaders.dataloader_train, strict=False):
         state, metrics = made.functions.train_step_fn(state, batch)
         found[number] = metrics["loss"]

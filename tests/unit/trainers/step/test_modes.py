@@ -90,9 +90,9 @@ def test_the_step_of_a_model_without_modes_is_as_it_was(tmp_path, monkeypatch):
     def gradients():
         made = trainer(tmp_path, optimizer=FIXED)
         made.prepare()
-        objective = jax.grad(lambda *given: made.assembly.design.loss(*given).loss_sum)
+        objective = jax.grad(lambda *given: made.design.loss(*given).loss_sum)
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        design = made.assembly.design
+        design = made.design
         return jax.jit(objective).trace(design.state.params, design.rows(design.output), step).jaxpr
 
     with_modes = str(gradients())

@@ -198,7 +198,7 @@ def test_a_training_decays_the_matrices_of_a_foreign_model_and_nothing_else(tmp_
     settings = {"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.5, "schedule": {"name": "constant"}}
     made = trainer(tmp_path, task=HERE + "TowerTask", optimizer=settings, max_num_steps=1, checkpoint={"save_at_end": False})
     state = made.train()
-    before = dict(jax.tree_util.tree_leaves_with_path(made.assembly.design.initial_state().params))
+    before = dict(jax.tree_util.tree_leaves_with_path(made.design.initial_state().params))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         factor = 0.95 if name.endswith(("kernel", "axes", "unembed")) else 1.0
