@@ -49,7 +49,7 @@ shows '2 hosts' gangway run config.yaml --dry-run
 behind run.log gangway run config.yaml max_num_steps=1000000 driver.watchdog.step_floor_s=10
 seen run.log 'saved [0-9]+'
 # docs/commands.md: gangway status
-shows '^spirals +training +[0-9]+/' gangway status
+shows '^spirals +(training|evaluating|saving) +[0-9]+/' gangway status
 
 # docs/start.md: kill -9
 kill -9 "$(process run.log 1)"
