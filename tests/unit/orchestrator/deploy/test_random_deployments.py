@@ -4,6 +4,7 @@ of it runs as a command, no file has a secret; or it is refused, and nothing is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import re
 import subprocess
@@ -241,7 +242,10 @@ def try_one(draw: random.Random, here: Path, capsys: Any) -> str:
 def test_each_of_many_random_deployments_reads_back_equal_or_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(refusals, "OF_ONE_MACHINE", ())
     ended: Counter[str] = Counter()
-    for number in range(fuzz.count(IN_SUITE)):
+    for number in itertools.count():
+        # On, until two were not refused: of a few that are drawn, all may be.
+        if number >= fuzz.count(IN_SUITE) and ended.total() - ended["refused"] > 1:
+            return
         draw = random.Random(f"{fuzz.seed(1)}-{number}")
         here = tmp_path / f"{number}{name_of_file(draw)}"
         here.mkdir()
@@ -250,4 +254,3 @@ def test_each_of_many_random_deployments_reads_back_equal_or_is_refused(tmp_path
             ended[try_one(draw, here, capsys)] += 1
         except (AssertionError, ConfigError, OSError, subprocess.SubprocessError, yaml.YAMLError) as error:
             raise AssertionError(f"case {number} of seed {fuzz.seed(1)}, in {here}: {error}") from error
-    assert ended.total() - ended["refused"] > 1
