@@ -126,6 +126,8 @@ class Row:
         is another disk."""
         with self._one_at_a_time:
             newest = self._newest or self._listed(Record())
+            if newest.damaged:  # it may have been brought back since
+                newest = self._listed(Record())
             if self._folder.store.is_local and newest.number:
                 if self.is_gone():
                     where = (self._folder / _name(newest.number)).url

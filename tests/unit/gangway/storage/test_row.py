@@ -163,6 +163,19 @@ class _Hiding:
         return self._hidden.pop() if self._hidden else self._read(place)
 
 
+def test_a_damaged_record_that_was_brought_back_counts_again(folder):
+    row = Row(folder)
+    term = row.take_over({}).term
+    row.commit(term, 10, KEPT)
+    seen, newest = Row(folder, sleep=lambda _: None), folder / "00000002.json"
+    whole = newest.content()
+    newest.put(b"{}")
+    assert seen.newest().damaged
+    newest.put(whole)
+    assert seen.newest() == row.newest()
+    assert seen.newest().step == 10
+
+
 def test_a_record_that_is_being_written_is_read_again_and_a_damaged_one_is_reported(tmp_path):
     folder = Place(LocalStore(tmp_path))
     Row(folder).take_over({})
