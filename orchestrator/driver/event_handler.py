@@ -41,7 +41,7 @@ from gangway.wire.limits import PHASES
 from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.states import Beginning, Saving, State, Training, follow
+from orchestrator.driver.states import Beginning, Halting, Saving, State, Training, follow
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.reporting.board import BoardLike
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
@@ -368,7 +368,8 @@ class EventHandler:
 
     def _training_again(self, generation: Generation) -> None:
         """Ends the open incident, if there is one: the gang has completed its first step."""
-        if not isinstance(self.state, Saving):  # it was asked to save before its first step
+        # It may have been asked to save before its first step, and a halt delivers what no poll has.
+        if not isinstance(self.state, Saving | Halting):
             self.enter(Training())
         incident = self.launch.progress.open_incident()
         if incident is None:

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.states import Recovering, Training
+from orchestrator.driver.states import Halting, Recovering, Saving, Training
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.reporting.board import Board
 from orchestrator.run_state.goodput import Goodput
@@ -35,6 +35,7 @@ def handler():
         progress=Progress(Goodput(0.0), generations=1),
         publish=lambda step, metrics: tracked.append(metrics),
         mark=lambda *args, **fields: None,
+        resumed=lambda step: False,
     )
     published, tracked = [], []
     recorders = SimpleNamespace(record=lambda step, metrics, distributions: published.append((step, metrics)))
@@ -88,6 +89,17 @@ def test_prometheus_gets_what_is_published_the_state_and_each_host(handler):
     told = handler.told
     assert (told["gangway_loss",], told["gangway_hosts",], told["gangway_host_memory_bytes", "1"]) == (2.0, 2, 4.0)
     assert (told["gangway_state", "recovering"], told["gangway_state", "training"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("state", [Saving(0), Halting()], ids=lambda state: state.label)
+def test_a_first_step_that_is_reported_late_is_no_training_again(handler, state):
+    """By the last events of a generation, which the halt delivers."""
+    generation = Generation(0, 1)
+    handler.start(generation)
+    handler.enter(Training())
+    handler.enter(state)
+    tell(handler, generation, 0, "first_step", step=1, resumed_step=0)
+    assert handler.state == state
 
 
 def test_trackers_have_what_each_host_uses_of_its_machine_every_ten_seconds(handler):
